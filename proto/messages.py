@@ -130,6 +130,10 @@ MAX_PENALTY = 2.0
 MAX_REPETITION = 1e9  # a float32 logit times or by this is still a number
 
 
+# The levels of OpenAI's and Anthropic's APIs.
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What to generate; exactly one of `prompt`, `token_ids` and `messages` is given.
 
@@ -167,8 +171,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             tool's name is exactly one call of it.
         parallel_tool_calls: whether an answer may have several calls.
         reasoning: tell thinking apart from the text, for templates whose models think before they answer.
+        reasoning_effort: how much to think: "none", "minimal", "low", "medium", "high", "xhigh" or "max". Where the
+            chat template knows no effort, it is a budget of thinking. None leaves it to the model.
         max_thinking_tokens: most tokens of thinking, >= 0; then the thinking is ended, and the answer follows. None is
-            no limit. It takes effect for templates that write thinking between <think> and </think>.
+            no limit. It takes effect for templates that write thinking between <think> and </think>, or as gpt-oss.
         chat_template_kwargs: variables for the chat template, such as {"enable_thinking": False}.
         continue_final_message: go on with the last message instead of a new one.
         keep_stop: leave the stop string that ended the output in the text.
@@ -207,6 +213,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     reasoning: bool = False
+    reasoning_effort: Effort | None = None
     max_thinking_tokens: int | None = None
     # Their types are the template's.
     chat_template_kwargs: dict[str, Any] | None = None
@@ -631,6 +638,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
         labels: the names of its scores; empty where it scores nothing.
         sampling: how its makers say to draw, by the names of GenerateRequest; requests that do not say it draw so.
         parent: the model that it adapts, where it is an adapter; None where it is a model by itself.
+        thinks: whether `reasoning_effort` and `max_thinking_tokens` have an effect.
     """
 
     id: str
@@ -646,6 +654,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     labels: tuple[str, ...] = ()
     sampling: dict[str, float] = {}
     parent: str | None = None
+    thinks: bool = False
 
 
 class Models(msgspec.Struct, frozen=True, kw_only=True):

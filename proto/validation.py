@@ -432,10 +432,9 @@ def _check_lengths(request: GenerateRequest, limits: RequestLimits) -> None:
     if request.max_tokens is not None and request.min_tokens > request.max_tokens:
         raise InvalidRequest("min_tokens", f"{request.min_tokens} is more than max_tokens, {request.max_tokens}")
     _check_given_range("max_thinking_tokens", request.max_thinking_tokens, 0, MAX_COUNT)
-    if request.max_thinking_tokens is not None and not request.messages:
-        raise InvalidRequest(
-            "max_thinking_tokens", "goes with messages only: a chat template says how thinking is marked"
-        )
+    for name in ("reasoning_effort", "max_thinking_tokens"):
+        if getattr(request, name) is not None and not request.messages:
+            raise InvalidRequest(name, "goes with messages only: a chat template says how thinking is marked")
     # guard: cap on n
     _check_range("n", request.n, 1, limits.max_n)
     _check_deadline(request, limits)

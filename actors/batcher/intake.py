@@ -24,13 +24,13 @@ from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.output import Output, OutputRules, Reading
 from genbatch.actors.batcher.requests import HeldPrompt, Prompt
 from genbatch.actors.batcher.scores import ScoreIntake
+from genbatch.actors.batcher.thinking import Thinking
 from genbatch.nif.kv.block_pool import prefix_key
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.lora import Adapters
 from genbatch.nif.runner import LoraAdapter
 from genbatch.nif.sampling.draw import SamplingParams
-from genbatch.nif.sampling.sampler import Constraint, SamplerState
-from genbatch.nif.sampling.thinking_budget import ThinkingBudget, ThinkingMarks
+from genbatch.nif.sampling.sampler import SamplerState
 from genbatch.nif.text.answer_grammar import Calls, answer_grammar, forced_format, is_json
 from genbatch.nif.text.response_template import HARMONY, TemplateReader
 from genbatch.nif.text.templates import ChatTemplateError, NothingToContinue, TemplateEnded
@@ -66,12 +66,11 @@ SAMPLING_DEFAULTS: dict[str, Any] = {
 # These parameters change the draws or add to them, and a beam search makes no draws.
 SAMPLING_PARAMETERS = (
     *(name for name in SAMPLING_DEFAULTS if name != "logprobs"),
-    *("stop", "n", "response_format", "grammar", "regex", "tools", "reasoning", "max_thinking_tokens", "keep_stop"),
+    *("stop", "n", "response_format", "grammar", "regex", "tools", "keep_stop"),
+    *("reasoning", "reasoning_effort", "max_thinking_tokens"),
 )
 # The number of first messages with remembered tokens.
 MAX_PREFIXES = 64
-# The number of tokens at the end of a prompt that may open the thinking.
-TAIL_TOKENS = 8
 _MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
 # The approximate number of conversations that are rendered to find the prefix of a first message.
 PREFIX_RENDERINGS = 7
@@ -97,6 +96,7 @@ class Intake:
         self._model = model
         self._adapters = Adapters(model) if adapters is None else adapters
         self._tokenizer = model.tokenizer
+        self._thinking = Thinking(model)
         self._options = options
         self.max_positions = max_positions
         # The most tokens for which there are blocks. The owner of the KV cache replaces this default (KVView.longest).
@@ -241,7 +241,7 @@ class Intake:
         turns, offered = [self._turn(message) for message in wanted.messages], [_offer(tool) for tool in tools]
         with _named_refusals():
             return self._tokenizer.start_prompt(
-                turns, offered, wanted.chat_template_kwargs, goes_on=goes_on, with_others=with_others
+                turns, offered, self._thinking.variables(wanted), goes_on=goes_on, with_others=with_others
             )
 
     def read(self, wanted: GenerateRequest, prompt: ChatPrompt | None) -> Prompt:
@@ -360,36 +360,7 @@ class Intake:
         calls = bool(wanted.tools) and wanted.tool_choice != "none"
         if not self._tells_thinking(wanted, calls=calls) or THINK_OPEN in (wanted.grammar or wanted.regex or ""):
             return False
-        return self._marks_thinking()
-
-    def _marks_thinking(self) -> bool:
-        """Return whether the model writes its thinking between our marks."""
-        template = self._tokenizer.response_template
-        return template is None or all(mark in json.dumps(template) for mark in (THINK_OPEN, THINK_CLOSE))
-
-    def _constraint(self, wanted: GenerateRequest, prompt: list[int], inner: Constraint | None) -> Constraint | None:
-        """Return the constraint of one answer: its grammar, and the budget of its thinking."""
-        budget = wanted.max_thinking_tokens
-        if budget is None or not (self._tokenizer.thinks and self._marks_thinking()):
-            return inner
-        marks = ThinkingMarks(
-            opens=THINK_OPEN,
-            closes=THINK_CLOSE,
-            ending=self._tokenizer.encode(f"\n{THINK_CLOSE}\n\n", add_special_tokens=False),
-            decode=partial(self._tokenizer.decode, skip_special_tokens=False),
-        )
-        num_words = -(-self._model.vocab_size // 32)
-        return ThinkingBudget(marks, budget, num_words, thinks=self._opens_thinking(prompt), inner=inner)
-
-    def _opens_thinking(self, prompt_tokens: list[int]) -> bool:
-        """Return whether the prompt has opened a thinking part that the answer continues."""
-        tail = self._tokenizer.decode(prompt_tokens[-TAIL_TOKENS:], skip_special_tokens=False)
-        return tail.rstrip().endswith(THINK_OPEN)
-
-    def _thinking_mark(self) -> list[int]:
-        """Return the tokens of the mark that opens thinking."""
-        special = self._tokenizer.special_id(THINK_OPEN)
-        return [special] if special is not None else self._tokenizer.encode(THINK_OPEN, add_special_tokens=False)
+        return self._thinking.has_tags
 
     def reading(self, wanted: GenerateRequest, prompt_tokens: list[int]) -> Reading | None:
         """Return how to separate calls and thinking from the text; None where the request needs neither."""
@@ -412,16 +383,15 @@ class Intake:
             calls.format if calls else None,
             offered,
             thinks=thinks,
-            starts_thinking=thinks and self._opens_thinking(prompt_tokens),
+            starts_thinking=thinks and self._thinking.opens(prompt_tokens),
             begins=calls.beginnings if calls and has_branches else (),
         )
         shown = frozenset(found for mark in marks if (found := self._tokenizer.special_id(mark)) is not None)
         return Reading(reader, shown, wanted.parallel_tool_calls)
 
-    @staticmethod
-    def _first_key(wanted: GenerateRequest) -> tuple[str, str] | None:
+    def _first_key(self, wanted: GenerateRequest) -> tuple[str, str] | None:
         """Return a key for the first message; None if the shared prefix depends on more than this message."""
-        if not wanted.messages or wanted.tools or wanted.chat_template_kwargs:
+        if not wanted.messages or wanted.tools or self._thinking.variables(wanted):
             return None
         return wanted.messages[0].role, wanted.messages[0].content
 
@@ -523,9 +493,9 @@ class Intake:
             keep_stop=wanted.keep_stop,
             reading=self.reading(wanted, request.prompt_tokens),
         )
-        if request.constraints and self._thinks(wanted) and self._opens_thinking(request.prompt_tokens):
+        if request.constraints and self._thinks(wanted) and self._thinking.opens(request.prompt_tokens):
             for constraint in request.constraints:  # the constraint begins where the answer begins
-                for token_id in self._thinking_mark():
+                for token_id in self._thinking.opening():
                     constraint.accept(token_id)
         digest = "" if request.adapter is None else request.adapter.digest
         made: list[Generation] = []
@@ -539,9 +509,8 @@ class Intake:
                 make = partial(BeamGeneration, search=search, width=request.beam_width)
             else:
                 own = request.constraints[choice] if request.constraints else None
-                sampler = SamplerState(
-                    params, request.prompt_tokens, self._constraint(wanted, request.prompt_tokens, own)
-                )
+                held = self._thinking.constraint(wanted, request.prompt_tokens, max_tokens, own)
+                sampler = SamplerState(params, request.prompt_tokens, held)
             sequence = make(
                 request_id=request_id,
                 arrival=request_id,

@@ -7,6 +7,7 @@ import trio
 
 from genbatch.actors.batcher.open_requests import BatchState
 from genbatch.actors.batcher.requests import Sequence
+from genbatch.actors.batcher.thinking import Thinking
 from genbatch.nif.context import Context
 from genbatch.proto.messages import ModelCard
 
@@ -27,6 +28,7 @@ def model_cards(ctx: Context, n_parallel: int) -> tuple[ModelCard, ...]:
         generates=model.generates,
         labels=pooling.scoring.labels if pooling is not None and pooling.scoring is not None else (),
         sampling=dict(model.sampling),
+        thinks=model.generates and Thinking(model).takes_effort,
     )
     adapted = msgspec.structs.replace(card, parent=card.id, embedding_size=None, labels=())
     return card, *(msgspec.structs.replace(adapted, id=one.name) for one in ctx.adapters.serving())

@@ -355,7 +355,14 @@ def generate_message(arrived: Arrived, raises: Callable[[int], bool]) -> Generat
     plain = GenerateRequest()
     dropped = (
         *("stop", "echo", "logprobs", "logit_bias", "response_format", "grammar", "regex", "tools", "tool_choice"),
-        *("reasoning", "chat_template_kwargs", "continue_final_message", "keep_stop"),
+        *(
+            "reasoning",
+            "reasoning_effort",
+            "max_thinking_tokens",
+            "chat_template_kwargs",
+            "continue_final_message",
+            "keep_stop",
+        ),
     )
     wanted = {
         name: getattr(plain if name in dropped else arrived.wanted, name)

@@ -1,9 +1,11 @@
 """ThinkingBudget: a constraint that ends a model's thinking after a number of tokens, so that its answer follows.
 
-    before -> thinking -> over        the texts <think> and </think> separate the states
+    before -> thinking -> over        the template's marks, such as <think> and </think>, separate the states
+                 |         ^
+                 +-> ended +          the budget ended it: the next token must not begin thinking again
 
-Beyond the budget the only allowed token is the next token of "\n</think>\n\n", in the model's own tokenization.
-Otherwise the inner constraint decides, if there is one.
+Beyond the budget the only allowed token is the next token of the ending, such as "\n</think>\n\n", in the model's own
+tokenization. Otherwise the inner constraint decides, if there is one.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,17 +30,20 @@ class ThinkingMarks:
         closes: the text after the thinking.
         ending: token ids that end the thinking, including the closing mark.
         decode: decodes token ids to text, special tokens included.
+        forbidden: the token id that would begin thinking again after the ending; None if the ending allows none.
     """
 
     opens: str
     closes: str
     ending: Sequence[int]
     decode: Callable[[list[int]], str]
+    forbidden: int | None = None
 
 
 class _State(Enum):
     BEFORE = "before"
     THINKING = "thinking"
+    ENDED = "ended"
     OVER = "over"
 
 
@@ -99,15 +104,19 @@ class ThinkingBudget:
         self._mask = within
         if self._state is _State.THINKING and self._num_thought >= self._max_tokens:
             token_id = self._marks.ending[self._num_ending]
-            bit = np.int32(np.uint32(1 << token_id % 32).view(np.int32))
+            bit = _bit(token_id)
             # The inner constraint has priority: if it forbids the ending here, the thinking continues.
             if within[token_id // 32] & bit:
                 self._mask = np.zeros_like(within)
                 self._mask[token_id // 32] = bit
+        elif self._state is _State.ENDED and self._marks.forbidden is not None:
+            self._mask = within.copy()
+            self._mask[self._marks.forbidden // 32] &= ~_bit(self._marks.forbidden)
 
     def _follow(self, token_id: int) -> None:
         """Advance the state by one token."""
-        if self._state is _State.OVER:
+        if self._state in (_State.ENDED, _State.OVER):
+            self._state = _State.OVER
             return
         self._tail = [*self._tail[1 - _TAIL :], token_id]
         if self._state is _State.BEFORE:
@@ -121,5 +130,12 @@ class ThinkingBudget:
         is_ending = self._num_thought >= self._max_tokens and token_id == ending[self._num_ending]
         self._num_ending = self._num_ending + 1 if is_ending else 0
         self._num_thought += not is_ending
-        if self._num_ending == len(ending) or self._marks.closes in self._marks.decode(self._tail):
+        if self._num_ending == len(ending):
+            self._state = _State.ENDED
+        elif not self._num_ending and self._marks.closes in self._marks.decode(self._tail):
             self._state = _State.OVER
+
+
+def _bit(token_id: int) -> np.int32:
+    """Return the token's bit within its word of a mask."""
+    return np.int32(np.uint32(1 << token_id % 32).view(np.int32))

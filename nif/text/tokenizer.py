@@ -255,6 +255,10 @@ class Tokenizer:
             return any(name in THINKING for name in self.response_template["fields"])
         return self.has_chat_template and THINK_OPEN in self._template() and THINK_CLOSE in self._template()
 
+    def template_reads(self, name: str) -> bool:
+        """Whether the chat template names a variable. It may name another thing so; then the variable has no effect."""
+        return self.has_chat_template and name in self._template()
+
     def special_id(self, mark: str) -> int | None:
         """Return the id of a mark that is one special token; None for other text."""
         token_id = self.backend.token_to_id(mark)

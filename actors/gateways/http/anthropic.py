@@ -10,6 +10,7 @@ import msgspec
 from genbatch.actors.gateways.http.bodies import MESSAGES_PATH, describe, to_json
 from genbatch.actors.gateways.http.fields import Fields
 from genbatch.actors.gateways.http.http_request import HTTPRequest, build_request, set_fields
+from genbatch.actors.gateways.http.thinking import ThinkingFields, ThinkingParams
 from genbatch.proto.errors import GenbatchError, InvalidRequest
 from genbatch.proto.messages import Result, Token, Usage
 
@@ -34,16 +35,10 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class OutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is said of the answer."""
+    """The shape of the answer, and how much to think before it."""
 
     format: OutputFormat | None = None
-
-
-class Thinking(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Whether the model thinks: not with "disabled"; and how many tokens at most."""
-
-    type: str
-    budget_tokens: int | None = None
+    effort: Any = None
 
 
 class CountFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,7 +49,7 @@ class CountFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
-    thinking: Thinking | None = None
+    thinking: ThinkingFields | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # the older name of output_config.format
 
@@ -97,8 +92,10 @@ def read_message(body: dict[str, Any], reader: Fields | None = None) -> HTTPRequ
         shape, shape_name = fields.output_config.format, "output_config.format"
     if shape is not None:
         params["response_format"] = msgspec.structs.asdict(shape)
-    if fields.thinking is not None and fields.thinking.type == "enabled" and fields.thinking.budget_tokens is not None:
-        params["max_thinking_tokens"] = fields.thinking.budget_tokens
+    thinking = ThinkingParams(reader)
+    thinking.thinking(fields.thinking)
+    thinking.effort("output_config.effort", fields.output_config.effort if fields.output_config else None)
+    params |= thinking.result(params.get("chat_template_kwargs"))
     last = params["messages"][-1] if params["messages"] else {}
     if last.get("role") == "assistant" and last["content"] and "tool_calls" not in last:
         params["continue_final_message"] = True  # an answer that the caller has begun
@@ -113,13 +110,14 @@ def read_message(body: dict[str, Any], reader: Fields | None = None) -> HTTPRequ
         params["tool_choice"] = "required" if kind == "any" else kind
     else:
         raise InvalidRequest("tool_choice.type", f'must be "auto", "any", "tool" or "none", not {kind!r:.40}')
-    names |= {"stop": "stop_sequences", "response_format": shape_name, "max_thinking_tokens": "thinking.budget_tokens"}
+    names |= {"stop": "stop_sequences", "response_format": shape_name} | thinking.names
     return HTTPRequest(
         model=fields.model,
         requests=[build_request(params, names)],
         stream=bool(fields.stream),
         names=names,
         body=body,
+        thinking=thinking.asked,
     )
 
 

@@ -75,7 +75,7 @@ from genbatch.actors.gateways.http.text_endpoints import (
 )
 from genbatch.actors.observing.metrics import render
 from genbatch.actors.security.security import Security
-from genbatch.proto.errors import EngineError, Forbidden, GenbatchError
+from genbatch.proto.errors import EngineError, Forbidden, GenbatchError, InvalidRequest
 from genbatch.proto.messages import GenerateRequest, ModelCard, check_type
 
 _SCHEMAS = "#/components/schemas/{name}"
@@ -273,12 +273,15 @@ def _endpoint(name: str) -> Callable[[Request], Awaitable[Response]]:
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What /tokenize takes, after vLLM's."""
+    """What /tokenize takes, after vLLM's, and after llama.cpp's: `content`, `add_special` and `with_pieces`."""
 
     model: str | None = None
     prompt: str | None = None
+    content: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
+    add_special: bool | None = None
+    with_pieces: bool | None = None
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -356,8 +359,18 @@ class ServiceRoutes:
             params["messages"] = read_messages(body.messages, reader)
         if body.add_special_tokens is not None:
             params["add_special_tokens"] = body.add_special_tokens
+        if body.content is not None:
+            if body.prompt is not None:
+                raise InvalidRequest("content", "is llama.cpp's name of prompt: send one of them")
+            params |= {"prompt": body.content, "add_special_tokens": bool(body.add_special)}
         token_ids = await self._calls.token_ids(params, request.state.caller)
-        return JSON({"count": len(token_ids), "max_model_len": card.n_ctx, "tokens": token_ids}, headers=reader.headers)
+        tokens: list[Any] = token_ids
+        if body.with_pieces:
+            texts = self._calls.texts(card.id)
+            await texts.learn(token_ids)
+            tokens = [{"id": token_id, "piece": texts[token_id]} for token_id in token_ids]
+        answer = {"count": len(token_ids), "max_model_len": card.n_ctx, "tokens": tokens}
+        return JSON(answer, headers=reader.headers)
 
     async def count_tokens(self, request: Request) -> Response:
         """How many tokens a body of Anthropic's API is."""
@@ -380,7 +393,7 @@ class ServiceRoutes:
             text = await self._calls.text(params, request.state.caller)
         except GenbatchError as error:
             raise renamed(error, {"token_ids": "tokens"}) from None
-        return JSON({"prompt": text}, headers=reader.headers)
+        return JSON({"prompt": text, "content": text}, headers=reader.headers)  # vLLM's name and llama.cpp's
 
     async def load_adapter(self, request: Request) -> Response:
         """Serves a LoRA adapter, too."""

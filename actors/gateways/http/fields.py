@@ -40,7 +40,7 @@ HINTS = frozenset(
     (
         *("*.cache_control", "service_tier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
         *("context_management", "reasoning_effort", "verbosity", "prediction", "reasoning", "thinking", "speed"),
-        *("output_config.effort", "output_config.task_budget", "reasoning.effort", "reasoning.summary"),
+        *("output_config.task_budget", "reasoning.summary", "reasoning.exclude"),
         *("reasoning.generate_summary", "text.verbosity", "thinking.display"),
         *("options.num_ctx", "options.num_batch", "options.num_gpu", "options.main_gpu", "options.num_thread"),
         *("options.use_mmap", "options.use_mlock", "options.numa", "options.num_keep", "options.repeat_last_n"),
@@ -55,7 +55,7 @@ HINTS = frozenset(
         ),
         # llama.cpp's server
         *("cache_prompt", "id_slot", "n_keep", "n_discard", "n_cache_reuse", "t_max_prompt_ms", "t_max_predict_ms"),
-        *("n_indent", "response_fields", "return_tokens", "return_progress", "timings_per_token", "repeat_last_n"),
+        *("n_indent", "return_tokens", "return_progress", "timings_per_token", "repeat_last_n"),
         *("samplers", "min_keep", "post_sampling_probs"),
         *("inference_geo", "mcp_servers", "tools.defer_loading", "tools.input_examples", "tools.allowed_callers"),
     )
@@ -108,7 +108,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "vllm_xargs": ({},),
     "cache_salt": ("",),
     "ebnf": (),
-    "json_schema": (),
     "lora_path": (),
     "session_params": ({},),
     "return_hidden_states": (False,),

@@ -167,7 +167,7 @@ class HTTPAnswer(Protocol):
 
     id: str
 
-    async def body(self, results: Sequence[Result]) -> dict[str, Any]: ...
+    async def body(self, results: Sequence[Result]) -> Any: ...
     async def events(self, index: int, tokens: Sequence[Token]) -> bytes: ...
     def heartbeat(self) -> bytes: ...
     def ending(self, results: Sequence[Result]) -> bytes: ...
@@ -201,6 +201,8 @@ class Generating:
         request = self._asked(decode_json(state["body"]), caller, fields)
         card = await self._calls.model(request.model)
         request.requests[:] = [msgspec.structs.replace(each, model=card.id) for each in request.requests]
+        for name in () if card.thinks else request.thinking:
+            fields.ignore(name)
         answer = self._answer(request, card.id, caller)
         caller = replace(caller, request_id=answer.id)
         if fields.ignored:

@@ -3,7 +3,7 @@
 An endpoint reads its body into a Struct of its own, which checks the types. `build_request` makes the GenerateRequest.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,7 @@ class HTTPRequest:
         body: what was asked, where the answer repeats it.
         namespaces: of functions within a namespace, by our name: the namespace, and the function's name there.
         custom: names of the functions that are custom tools to the caller.
+        thinking: the fields that ask for thinking; they have no effect where the model does not think.
     """
 
     model: str | None
@@ -52,6 +53,7 @@ class HTTPRequest:
     body: dict[str, Any] = field(default_factory=dict)
     namespaces: dict[str, tuple[str, str]] = field(default_factory=dict)
     custom: frozenset[str] = frozenset()
+    thinking: Sequence[str] = ()
 
 
 def build_request(params: dict[str, Any], names: dict[str, str]) -> GenerateRequest:

@@ -7,6 +7,7 @@ A stream is server-sent events without a `[DONE]`; `"stop": true` marks the last
 """
 
 import secrets
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,13 +23,15 @@ from genbatch.actors.gateways.http.http_request import (
     llama_names,
     llama_params,
 )
-from genbatch.actors.gateways.http.openai_answer import HEARTBEAT
-from genbatch.actors.gateways.http.service_calls import HTTPCaller
+from genbatch.actors.gateways.http.openai_answer import HEARTBEAT, LOWEST, token_logprob
+from genbatch.actors.gateways.http.openai_request import read_prompts
+from genbatch.actors.gateways.http.service_calls import HTTPCaller, TokenTexts
 from genbatch.proto.errors import GenbatchError, InvalidRequest
-from genbatch.proto.messages import Result, Token
+from genbatch.proto.messages import Result, Token, TokenLogprob, Usage
 
 _NAMES = llama_names("") | {
     "max_tokens": "n_predict",
+    "logprobs": "n_probs",
     "token_ids": "prompt",
     "response_format.schema": "json_schema",
     "response_format": "json_schema",
@@ -43,6 +46,8 @@ class _LlamaFields(LlamaSampling, frozen=True, kw_only=True, forbid_unknown_fiel
     Args:
         n_predict: most tokens; -1 are as many as there is room for.
         json_schema: a JSON Schema that the text validates against.
+        n_probs: how many of the likeliest tokens to show with each one; 0 shows none.
+        response_fields: the fields of the answer to send, as "content" and "timings/prompt_n"; none sends all.
     """
 
     model: str | None = None
@@ -50,14 +55,16 @@ class _LlamaFields(LlamaSampling, frozen=True, kw_only=True, forbid_unknown_fiel
     n_predict: int | None = None
     ignore_eos: bool | None = None
     json_schema: dict[str, Any] | None = None
+    n_probs: int | None = None
+    response_fields: list[str] | None = None
     grammar: str | None = None
     regex: str | None = None
 
 
 class LlamaCompletionFields(_LlamaFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What /completion takes; the prompt is a text or token ids."""
+    """What /completion takes; a prompt is a text or token ids, and there may be several."""
 
-    prompt: str | list[int]
+    prompt: str | list[str | int | list[int]]
 
 
 class InfillFields(_LlamaFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -83,8 +90,8 @@ def read_llama_completion(body: dict[str, Any], reader: Fields) -> HTTPRequest:
         InvalidRequest: with the path of the first fault.
     """
     fields = reader.read(body, LlamaCompletionFields)
-    prompt = {"prompt": fields.prompt} if isinstance(fields.prompt, str) else {"token_ids": fields.prompt}
-    return _request(fields, prompt)
+    has_several = isinstance(fields.prompt, list) and not (fields.prompt and isinstance(fields.prompt[0], int))
+    return _request(fields, read_prompts(fields.prompt), has_several=has_several)
 
 
 def read_infill(body: dict[str, Any], reader: Fields) -> HTTPRequest:
@@ -97,92 +104,152 @@ def read_infill(body: dict[str, Any], reader: Fields) -> HTTPRequest:
             raise InvalidRequest(f"input_extra[{index}].text", "must be a string")
         snippets.append(_SNIPPET + text)
     prefix = "".join([*snippets, "\n" if snippets else "", fields.input_prefix, fields.prompt])
-    return _request(fields, {"prompt": prefix}, fields.input_suffix)
+    return _request(fields, [{"prompt": prefix}], fields.input_suffix)
 
 
-def _request(fields: _LlamaFields, prompt: dict[str, Any], suffix: str = "") -> HTTPRequest:
+def _request(
+    fields: _LlamaFields, prompts: list[dict[str, Any]], suffix: str = "", *, has_several: bool = False
+) -> HTTPRequest:
     has_limit = fields.n_predict is not None and fields.n_predict >= 0
-    params = prompt | llama_params(fields, fields.n_predict if has_limit else None)
+    params = llama_params(fields, fields.n_predict if has_limit else None)
     params |= {name: value for name in ("ignore_eos", "grammar", "regex") if (value := getattr(fields, name))}
     if params.get("stop") == "":
         del params["stop"]
     if fields.json_schema:
         params["response_format"] = {"type": "json_schema", "schema": fields.json_schema}
+    num_top = fields.n_probs or None
+    if num_top is not None:
+        params["logprobs"] = num_top
     return HTTPRequest(
         model=fields.model,
-        requests=[build_request(params, _NAMES)],
+        requests=[build_request(params | prompt, _NAMES) for prompt in prompts],
         stream=bool(fields.stream),
         names=_NAMES,
+        num_top=num_top,
         suffix=suffix,
+        body={"response_fields": fields.response_fields or (), "has_several": has_several},
     )
 
 
 class LlamaCppAnswer:
-    """One answer, whole or as events.
+    """The answers to one prompt or several, whole or as events.
 
     Args:
+        request: what it answers.
         model: the model's id.
+        texts: what tokens look like.
     """
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, request: HTTPRequest, model: str, texts: TokenTexts) -> None:
         self.id = "completion-" + secrets.token_hex(12)
+        self._request = request
         self._model = model
+        self._texts = texts
+        self._began = time.monotonic()
+        self._first: float | None = None  # when the first token came
 
-    async def body(self, results: Sequence[Result]) -> dict[str, Any]:
-        """The answer at once."""
-        [result] = results
-        return _end(result, self._model) | {"content": result.text, "tokens": result.token_ids}
+    async def body(self, results: Sequence[Result]) -> Any:
+        """The answer at once: an object for one prompt, a list for several."""
+        answers = []
+        for index, result in enumerate(results):
+            probabilities = await self._probabilities(result.logprobs or ())
+            whole = self._end(index, result) | {"content": result.text, "tokens": result.token_ids} | probabilities
+            answers.append(self._chosen(whole))
+        return answers if self._request.body["has_several"] else answers[0]
 
     async def events(self, index: int, tokens: Sequence[Token]) -> bytes:
-        """An event for each of these tokens that has text."""
-        pieces = [
-            {"index": 0, "content": token.text, "tokens": [token.token_id], "stop": False}
-            for token in tokens
-            if token.text
-        ]
-        return b"".join(_event(piece) for piece in pieces)
+        """An event for each of these tokens that has text or log-probs."""
+        if self._first is None:
+            self._first = time.monotonic()
+        events = []
+        for token in tokens:
+            if token.text or token.logprob is not None:
+                piece = {"index": index, "content": token.text, "tokens": [token.token_id], "stop": False}
+                entries = [token_logprob(token)] if token.logprob is not None else []
+                events.append(_event(piece | await self._probabilities(entries)))
+        return b"".join(events)
 
     def heartbeat(self) -> bytes:
         """What a stream sends while there is nothing to say."""
         return HEARTBEAT
 
     def ending(self, results: Sequence[Result]) -> bytes:
-        """The event after the last token."""
-        [result] = results
-        return _event(_end(result, self._model))
+        """The events after the last token."""
+        ends = [self._chosen(self._end(index, result)) for index, result in enumerate(results)]
+        return b"".join(_event(end) for end in ends)
 
     def failure(self, error: GenbatchError) -> bytes:
         """The last event of a stream that failed."""
         return _event(describe(error))
+
+    async def _probabilities(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """The log-probs of tokens, where they are asked for."""
+        if self._request.num_top is None or not entries:
+            return {}
+        for entry in entries:
+            await self._texts.learn((entry.token_id, *entry.top))
+        shown = [
+            self._named(entry.token_id, entry.logprob)
+            | {"top_logprobs": [self._named(token_id, logprob) for token_id, logprob in entry.top.items()]}
+            for entry in entries
+        ]
+        return {"completion_probabilities": shown}
+
+    def _named(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text = self._texts[token_id]
+        return {"id": token_id, "token": text, "bytes": list(text.encode()), "logprob": max(logprob, LOWEST)}
+
+    def _end(self, index: int, result: Result) -> dict[str, Any]:
+        """The counts of an answer, and what ended it."""
+        word = result.stop_string
+        usage = result.usage
+        return {
+            "index": index,
+            "content": "",
+            "tokens": [],
+            "id_slot": -1,
+            "stop": True,
+            "model": self._model,
+            "tokens_predicted": usage.completion_tokens,
+            "tokens_evaluated": usage.prompt_tokens,
+            "tokens_cached": usage.cached_tokens,
+            "truncated": False,
+            "has_new_line": "\n" in result.text,
+            "stop_type": "limit" if result.finish_reason == "length" else "eos" if word is None else "word",
+            "stopping_word": word or "",
+            "timings": self._timings(usage),
+        }
+
+    def _timings(self, usage: Usage) -> dict[str, Any]:
+        """How long the prompt and the answer took: known of a stream only, where the first token is seen."""
+        evaluated = usage.prompt_tokens - usage.cached_tokens
+        counts = {"cache_n": usage.cached_tokens, "prompt_n": evaluated, "predicted_n": usage.completion_tokens}
+        if self._first is None:
+            return counts
+        prompt_s, answer_s = self._first - self._began, time.monotonic() - self._first
+        times = {"prompt_ms": prompt_s * 1000, "predicted_ms": answer_s * 1000}
+        rates = {"prompt_per_second": evaluated / max(prompt_s, 1e-9)}
+        rates["predicted_per_second"] = usage.completion_tokens / max(answer_s, 1e-9)
+        return counts | times | rates
+
+    def _chosen(self, record: dict[str, Any]) -> dict[str, Any]:
+        """The fields that `response_fields` names, as "content" and "timings/prompt_n"; all where it names none."""
+        names = self._request.body["response_fields"]
+        return {name: value for name in names if (value := _at(record, name)) is not None} if names else record
+
+
+def _at(record: dict[str, Any], name: str) -> Any:
+    outer, _, inner = name.partition("/")
+    value = record.get(outer)
+    return value.get(inner) if inner and isinstance(value, dict) else None if inner else value
 
 
 def _event(record: dict[str, Any]) -> bytes:
     return b"data: " + to_json(record) + b"\n\n"
 
 
-def _end(result: Result, model: str) -> dict[str, Any]:
-    """The counts of an answer, and what ended it."""
-    word = result.stop_string
-    usage = result.usage
-    return {
-        "index": 0,
-        "content": "",
-        "tokens": [],
-        "id_slot": -1,
-        "stop": True,
-        "model": model,
-        "tokens_predicted": usage.completion_tokens,
-        "tokens_evaluated": usage.prompt_tokens,
-        "tokens_cached": usage.cached_tokens,
-        "truncated": False,
-        "has_new_line": "\n" in result.text,
-        "stop_type": "limit" if result.finish_reason == "length" else "eos" if word is None else "word",
-        "stopping_word": word or "",
-    }
-
-
 class LlamaCppGenerating(Generating):
     """/completion and /infill."""
 
     def _answer(self, request: HTTPRequest, model: str, caller: HTTPCaller) -> HTTPAnswer:
-        return LlamaCppAnswer(model)
+        return LlamaCppAnswer(request, model, self._calls.texts(model))

@@ -31,18 +31,20 @@ from genbatch.actors.gateways.http.http_request import (
     llama_names,
     llama_params,
 )
+from genbatch.actors.gateways.http.openai_answer import chat_logprobs, token_logprob
 from genbatch.actors.gateways.http.openai_request import TOOL_FIELDS, is_run_by_client
-from genbatch.actors.gateways.http.service_calls import HTTPCaller, HTTPCalls, OpenCalls
+from genbatch.actors.gateways.http.service_calls import HTTPCaller, HTTPCalls, OpenCalls, TokenTexts
+from genbatch.actors.gateways.http.thinking import EFFORTS, ThinkingParams
 from genbatch.proto.errors import GenbatchError, InvalidRequest
-from genbatch.proto.messages import ModelCard, Result, Token
+from genbatch.proto.messages import ModelCard, Result, Token, TokenLogprob
 
 # Programs refuse older servers. This is the version of Ollama that has all that is served here.
 OLLAMA_VERSION = "0.12.0"
 _LATEST = ":latest"
 _ROLES = ("system", "user", "assistant", "tool")
-_LEVELS = ("low", "medium", "high")
 _NAMES = llama_names("options.") | {
     "max_tokens": "options.num_predict",
+    "logprobs": "top_logprobs",
     "response_format.schema": "format",
     "response_format": "format",
 }
@@ -65,6 +67,8 @@ class OllamaFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         format: "json", or a JSON Schema that the answer validates against.
         options: how to draw.
         think: whether the model thinks first; or how much: "low", "medium" or "high".
+        logprobs: whether to show the log-prob of each token.
+        top_logprobs: how many of the likeliest tokens to show with each one.
         keep_alive: has no effect, as a model stays loaded. A body without a prompt and with 0 gets the answer "unload".
     """
 
@@ -73,6 +77,8 @@ class OllamaFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     format: str | dict[str, Any] | None = None
     options: OllamaOptions | None = None
     think: bool | str | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
     keep_alive: str | float | None = None
 
 
@@ -146,7 +152,8 @@ def read_ollama_chat(body: dict[str, Any], reader: Fields) -> HTTPRequest:
         offered.append(reader.take(function, TOOL_FIELDS, f"{path}.function"))
     if offered:
         params["tools"] = offered
-    return _request(fields, params, names)
+    thinking = _thinking(fields, reader)
+    return _request(fields, params | thinking.result(), names, thinking=thinking.asked)
 
 
 def read_ollama_generate(body: dict[str, Any], reader: Fields) -> HTTPRequest:
@@ -162,24 +169,25 @@ def read_ollama_generate(body: dict[str, Any], reader: Fields) -> HTTPRequest:
     if fields.raw or fields.suffix:
         if fields.system:
             raise InvalidRequest("system", "goes with neither raw nor suffix, which use no chat template")
-        params["prompt"] = fields.prompt
-        params.pop("chat_template_kwargs", None)
-        return _request(fields, params, _NAMES, suffix=fields.suffix)
+        return _request(fields, params | {"prompt": fields.prompt}, _NAMES, suffix=fields.suffix)
     params["messages"] = [{"role": "user", "content": fields.prompt}]
     if fields.system:
         params["messages"].insert(0, {"role": "system", "content": fields.system})
     params["reasoning"] = True
     names = {f"messages[{len(params['messages']) - 1}].content": "prompt", "messages[0].content": "system"}
-    return _request(fields, params, _NAMES | names)
+    thinking = _thinking(fields, reader)
+    return _request(fields, params | thinking.result(), _NAMES | names, thinking=thinking.asked)
 
 
-def _request(fields: OllamaFields, params: dict[str, Any], names: dict[str, str], suffix: str = "") -> HTTPRequest:
+def _request(fields: OllamaFields, params: dict[str, Any], names: dict[str, str], **more: Any) -> HTTPRequest:
+    """The request of a body; `more` are further arguments of HTTPRequest."""
     return HTTPRequest(
         model=plain_name(fields.model),
         requests=[build_request(params, names)],
         stream=fields.stream is not False,
         names=names,
-        suffix=suffix,
+        num_top=(fields.top_logprobs or 0) if fields.logprobs else None,
+        **more,
     )
 
 
@@ -198,13 +206,20 @@ def _drawing(fields: OllamaFields) -> dict[str, Any]:
         params["response_format"] = {"type": "json_object"}
     elif fields.format:
         raise InvalidRequest("format", f'must be "json" or a JSON Schema, not {fields.format!r:.40}')
-    if isinstance(fields.think, str):
-        if fields.think not in _LEVELS:
-            raise InvalidRequest("think", f"must be true, false, or one of {', '.join(_LEVELS)}")
-        params["chat_template_kwargs"] = {"enable_thinking": True, "reasoning_effort": fields.think}
-    elif fields.think is not None:
-        params["chat_template_kwargs"] = {"enable_thinking": fields.think}
+    if fields.logprobs:
+        params["logprobs"] = fields.top_logprobs or 0
     return params
+
+
+def _thinking(fields: OllamaFields, reader: Fields) -> ThinkingParams:
+    thinking = ThinkingParams(reader)
+    if isinstance(fields.think, str):
+        if fields.think not in EFFORTS:
+            raise InvalidRequest("think", f"must be true, false, or one of {', '.join(EFFORTS)}")
+        thinking.effort("think", fields.think)
+    else:
+        thinking.switch("think", fields.think)
+    return thinking
 
 
 _MESSAGE_FIELDS = ("role", "content", "thinking", "tool_calls", "tool_call_id", "tool_name", "images")
@@ -266,11 +281,13 @@ class OllamaAnswer:
     Args:
         model: the model's id.
         is_chat: whether lines have a message, as of /api/chat, or a text.
+        texts: what tokens look like, where log-probs are shown.
     """
 
-    def __init__(self, model: str, *, is_chat: bool) -> None:
+    def __init__(self, model: str, *, is_chat: bool, texts: TokenTexts | None = None) -> None:
         self.id = "ollama-" + secrets.token_hex(12)
         self._model = model
+        self._texts = texts
         self._is_chat = is_chat
         self._began = time.monotonic_ns()
         self._first: int | None = None  # when the first token came
@@ -278,14 +295,27 @@ class OllamaAnswer:
     async def body(self, results: Sequence[Result]) -> dict[str, Any]:
         """The answer at once."""
         [result] = results
-        return self._piece(result.text, result.reasoning, _shown_calls(result)) | self._end(result)
+        shown = await self._logprobs(result.logprobs or ())
+        return self._piece(result.text, result.reasoning, _shown_calls(result)) | shown | self._end(result)
 
     async def events(self, index: int, tokens: Sequence[Token]) -> bytes:
         """A line for each of these tokens that has something to show."""
         if self._first is None:
             self._first = time.monotonic_ns()
-        shown = [token for token in tokens if token.text or token.reasoning]
-        return b"".join(_line(self._piece(token.text, token.reasoning) | {"done": False}) for token in shown)
+        lines = []
+        for token in tokens:
+            if token.text or token.reasoning or token.logprob is not None:
+                entries = [token_logprob(token)] if token.logprob is not None else []
+                shown = await self._logprobs(entries)
+                lines.append(_line(self._piece(token.text, token.reasoning) | shown | {"done": False}))
+        return b"".join(lines)
+
+    async def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        if self._texts is None or not entries:
+            return {}
+        for entry in entries:
+            await self._texts.learn((entry.token_id, *entry.top))
+        return {"logprobs": chat_logprobs(entries, self._texts)["content"]}
 
     def heartbeat(self) -> bytes:
         """A line without text: JSON lines have no comments."""
@@ -375,7 +405,8 @@ class OllamaGenerating(Generating):
         await super().__call__(scope, receive, send)
 
     def _answer(self, request: HTTPRequest, model: str, caller: HTTPCaller) -> HTTPAnswer:
-        return OllamaAnswer(model, is_chat=self._is_chat)
+        texts = None if request.num_top is None else self._calls.texts(model)
+        return OllamaAnswer(model, is_chat=self._is_chat, texts=texts)
 
 
 # A tool that any template could be asked to show.

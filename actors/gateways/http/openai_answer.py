@@ -26,6 +26,12 @@ def chat_logprobs(logprobs: Iterable[TokenLogprob], texts: TokenTexts) -> dict[s
     return {"content": content, "refusal": None}
 
 
+def token_logprob(token: Token) -> TokenLogprob:
+    """The log-prob of a streamed token that has one."""
+    assert token.logprob is not None
+    return TokenLogprob(token_id=token.token_id, logprob=token.logprob, top=token.top)
+
+
 def _named(text: str, logprob: float) -> dict[str, Any]:
     # A part of a character has bytes, but its text does not tell which.
     shown = None if _INCOMPLETE in text else list(text.encode())
@@ -174,7 +180,7 @@ class OpenAIAnswer:
         events = []
         for token in tokens:
             if token.reasoning:
-                delta = {"reasoning_content": token.reasoning}
+                delta = _thought(token.reasoning)
                 events.append(self._event(index, b'"delta":' + to_json(delta), b"null", b"null"))
             events += [self._call_event(index, self._call_piece(index, piece)) for piece in token.tool_calls]
         return b"".join(events)
@@ -236,11 +242,7 @@ class OpenAIAnswer:
         return self._head + choice + self._tail
 
     async def _encode_logprobs(self, index: int, tokens: Sequence[Token]) -> bytes:
-        entries = [
-            TokenLogprob(token_id=token.token_id, logprob=token.logprob, top=token.top)
-            for token in tokens
-            if token.logprob is not None
-        ]
+        entries = [token_logprob(token) for token in tokens if token.logprob is not None]
         await self._learn(entries)
         if self._is_chat:
             return to_json(chat_logprobs(entries, self._texts))
@@ -257,11 +259,16 @@ class OpenAIAnswer:
 def _message(choice: Choice, custom: frozenset[str]) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": choice.text}
     if choice.reasoning:
-        message["reasoning_content"] = choice.reasoning
+        message |= _thought(choice.reasoning)
     if choice.tool_calls:
         message["content"] = choice.text or None
         message["tool_calls"] = [_call(call, call.name in custom) for call in choice.tool_calls]
     return message
+
+
+def _thought(text: str) -> dict[str, str]:
+    """Thinking, under DeepSeek's name for it and under the one of vLLM and OpenRouter."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def _call(call: ToolCall, is_custom: bool) -> dict[str, Any]:

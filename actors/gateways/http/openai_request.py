@@ -11,6 +11,7 @@ import msgspec
 from genbatch.actors.gateways.http.custom_tools import arguments_of, as_function
 from genbatch.actors.gateways.http.fields import Fields
 from genbatch.actors.gateways.http.http_request import HTTPRequest, SamplingFields, build_request, set_fields
+from genbatch.actors.gateways.http.thinking import ReasoningFields, ThinkingFields, ThinkingParams
 from genbatch.proto.errors import InvalidRequest
 
 
@@ -45,10 +46,15 @@ class JSONSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class ResponseShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The shape of an answer: "text", "json_object", or "json_schema" with `json_schema`."""
+    """The shape of an answer: "text", "json_object", or "json_schema" with `json_schema`.
+
+    Args:
+        schema: a JSON Schema beside "json_object", as llama.cpp's server takes it.
+    """
 
     type: str
     json_schema: JSONSchema | None = None
+    schema: dict[str, Any] | None = None
 
 
 class GenerationFields(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -77,6 +83,8 @@ class GenerationFields(SamplingFields, frozen=True, kw_only=True, forbid_unknown
     guided_regex: str | None = None
     guided_grammar: str | None = None
     guided_choice: list[str] | None = None
+    # llama.cpp's
+    json_schema: dict[str, Any] | None = None
     # Ours
     deadline_s: float | None = None
     grammar: str | None = None
@@ -91,6 +99,12 @@ class ChatFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fie
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Any = None  # a hint, so that no value of it is an error
+    # OpenRouter's and Anthropic's, which other services take, too
+    reasoning: ReasoningFields | None = None
+    thinking: ThinkingFields | None = None
+    # Qwen's
+    enable_thinking: bool | None = None
+    thinking_budget: int | None = None
     # vLLM's
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -165,10 +179,22 @@ def read_chat(body: dict[str, Any], reader: Fields | None = None) -> HTTPRequest
         raise InvalidRequest("top_logprobs", "needs logprobs to be true")
     params["messages"] = read_messages(fields.messages, reader)
     params |= _for_template(fields, reader, names)
-    return _request(fields, [params], names, num_top=num_top, custom=_custom_names(fields.tools or ()))
+    thinking = _thinking(fields, reader)
+    params |= thinking.result(fields.chat_template_kwargs)
+    names |= thinking.names
+    more = {"custom": _custom_names(fields.tools or ()), "thinking": thinking.asked}
+    return _request(fields, [params], names, num_top=num_top, **more)
 
 
-_EFFORTS = ("low", "medium", "high")  # what chat templates know; a template that reads none leaves it out
+def _thinking(fields: ChatFields, reader: Fields) -> ThinkingParams:
+    thinking = ThinkingParams(reader)
+    thinking.effort("reasoning_effort", fields.reasoning_effort)
+    thinking.reasoning(fields.reasoning)
+    thinking.thinking(fields.thinking)
+    thinking.switch("enable_thinking", fields.enable_thinking)
+    thinking.budget("thinking_token_budget", fields.thinking_token_budget)
+    thinking.budget("thinking_budget", fields.thinking_budget)
+    return thinking
 
 
 def _for_template(fields: ChatFields, reader: Fields, names: dict[str, str]) -> dict[str, Any]:
@@ -185,13 +211,6 @@ def _for_template(fields: ChatFields, reader: Fields, names: dict[str, str]) -> 
             params["parallel_tool_calls"] = fields.parallel_tool_calls
     if fields.tool_choice is not None:
         params["tool_choice"] = _choice(fields.tool_choice)
-    variables = fields.chat_template_kwargs or {}
-    if fields.reasoning_effort in _EFFORTS:
-        variables = {"reasoning_effort": fields.reasoning_effort, **variables}
-    elif fields.reasoning_effort is not None:
-        reader.ignore("reasoning_effort")
-    if variables:
-        params["chat_template_kwargs"] = variables
     goes_on = bool(fields.continue_final_message)
     if goes_on:
         params["continue_final_message"] = True
@@ -200,9 +219,6 @@ def _for_template(fields: ChatFields, reader: Fields, names: dict[str, str]) -> 
         raise InvalidRequest("add_generation_prompt", rule)
     if fields.include_reasoning is not False and fields.separate_reasoning is not False:
         params["reasoning"] = True
-    if fields.thinking_token_budget is not None:
-        params["max_thinking_tokens"] = fields.thinking_token_budget
-        names["max_thinking_tokens"] = "thinking_token_budget"
     return params
 
 
@@ -264,8 +280,8 @@ def read_completion(body: dict[str, Any], reader: Fields | None = None) -> HTTPR
                 raise InvalidRequest("echo", "log-probs of a prompt cannot be streamed")
             params["prompt_logprobs"] = fields.logprobs
     names = {"token_ids": "prompt", "prompt_logprobs": "logprobs"}
-    every = [params | prompt for prompt in _prompts(fields.prompt)]
-    if fields.suffix and (fields.echo or "token_ids" in every[0]):
+    every = [params | prompt for prompt in read_prompts(fields.prompt)]
+    if fields.suffix and (fields.echo or any("token_ids" in each for each in every)):
         raise InvalidRequest("suffix", "goes with prompts that are text, and without echo")
     more = {"num_top": fields.logprobs, "echo": bool(fields.echo), "suffix": fields.suffix or ""}
     return _request(fields, every, names, is_chat=False, **more)
@@ -287,7 +303,11 @@ def _request(fields: GenerationFields, params: list[dict[str, Any]], names: dict
     """The request of a body; `more` are further arguments of HTTPRequest."""
     if fields.stream_options is not None and not fields.stream:
         raise InvalidRequest("stream_options", "needs stream to be true")
-    names = names | {"response_format.schema": "response_format.json_schema.schema"}
+    is_object = fields.response_format is not None and fields.response_format.type == "json_object"
+    inner = "schema" if is_object else "json_schema.schema"
+    names = names | {"response_format.schema": f"response_format.{inner}"}
+    if fields.json_schema is not None:
+        names |= {"response_format.schema": "json_schema", "response_format": "json_schema"}
     return HTTPRequest(
         model=fields.model,
         requests=[build_request(each, names) for each in params],
@@ -312,6 +332,8 @@ def _shared(fields: GenerationFields) -> dict[str, Any]:
         shape: dict[str, Any] = {"type": fields.response_format.type}
         if fields.response_format.json_schema is not None:
             shape["schema"] = fields.response_format.json_schema.schema
+        elif fields.response_format.schema is not None and shape["type"] == "json_object":
+            shape = {"type": "json_schema", "schema": fields.response_format.schema}
         params["response_format"] = shape
     if fields.no_stop_trim or fields.include_stop_str_in_output:
         params["keep_stop"] = True
@@ -322,7 +344,7 @@ def _shared(fields: GenerationFields) -> dict[str, Any]:
 
 
 def _shape(fields: GenerationFields) -> dict[str, Any]:
-    """The shape of the answer by vLLM's names, old and new."""
+    """The shape of the answer by vLLM's names, old and new, and by llama.cpp's."""
     wanted = {f"guided_{name}": getattr(fields, f"guided_{name}") for name in ("json", "regex", "grammar", "choice")}
     for name, value in (fields.structured_outputs or {}).items():
         if value is None or value is False:
@@ -335,6 +357,8 @@ def _shape(fields: GenerationFields) -> dict[str, Any]:
             )
         wanted[f"guided_{name}"] = value
     params: dict[str, Any] = {}
+    if fields.json_schema is not None:
+        params["response_format"] = {"type": "json_schema", "schema": fields.json_schema}
     if wanted["guided_json"] is not None:
         params["response_format"] = {"type": "json_schema", "schema": wanted["guided_json"]}
     for name in ("regex", "grammar"):
@@ -359,7 +383,7 @@ def _token_id(name: str) -> int:
     return int(name)
 
 
-def _prompts(prompt: str | list[str | int | list[int]]) -> list[dict[str, Any]]:
+def read_prompts(prompt: str | list[str | int | list[int]]) -> list[dict[str, Any]]:
     """A prompt or several, each as text or as token ids."""
     if isinstance(prompt, str):
         return [{"prompt": prompt}]
@@ -368,12 +392,11 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[dict[str, Any]]:
     kinds = set(map(type, prompt))
     if kinds == {int}:
         return [{"token_ids": prompt}]
-    if kinds not in ({str}, {list}):
-        raise InvalidRequest("prompt", "must be texts, lists of token ids, or one list of token ids, not a mixture")
+    if int in kinds:
+        raise InvalidRequest("prompt", "must be texts and lists of token ids, or one list of token ids")
     if len(prompt) > MAX_PROMPTS:
         raise InvalidRequest("prompt", f"has {len(prompt)} entries, {MAX_PROMPTS} are allowed")
-    name = "prompt" if kinds == {str} else "token_ids"
-    return [{name: each} for each in prompt]
+    return [{"prompt" if isinstance(each, str) else "token_ids": each} for each in prompt]
 
 
 def read_messages(messages: list[dict[str, Any]], reader: Fields | None = None) -> list[dict[str, Any]]:
@@ -382,7 +405,7 @@ def read_messages(messages: list[dict[str, Any]], reader: Fields | None = None) 
     return [_message(message, f"messages[{index}]", reader) for index, message in enumerate(messages)]
 
 
-_MESSAGE_FIELDS = ("role", "content", "tool_calls", "tool_call_id", "reasoning_content", "name")
+_MESSAGE_FIELDS = ("role", "content", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "name")
 
 
 def _message(message: dict[str, Any], path: str, reader: Fields) -> dict[str, Any]:
@@ -408,9 +431,10 @@ def _message(message: dict[str, Any], path: str, reader: Fields) -> dict[str, An
         if not isinstance(calls, list):
             raise InvalidRequest(f"{path}.tool_calls", "must be a list")
         turn["tool_calls"] = [_call(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(calls)]
-    for name in ("tool_call_id", "reasoning_content"):
+    # Both names of thinking come back from programs that know both.
+    for name, ours in (("tool_call_id",) * 2, ("reasoning", "reasoning_content"), ("reasoning_content",) * 2):
         if name in said:
-            turn[name] = _string(said[name], f"{path}.{name}")
+            turn[ours] = _string(said[name], f"{path}.{name}")
     if role == "tool" and "name" in said:
         turn["name"] = _string(said["name"], f"{path}.name")
     if role == "tool" and "tool_call_id" not in turn:

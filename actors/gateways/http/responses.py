@@ -23,6 +23,7 @@ from genbatch.actors.gateways.http.openai_request import (
     TOOL_FIELDS,
     is_run_by_client,
 )
+from genbatch.actors.gateways.http.thinking import ReasoningFields, ThinkingParams
 from genbatch.proto.errors import GenbatchError, InvalidRequest
 from genbatch.proto.messages import Result, Token
 
@@ -46,10 +47,6 @@ class TextFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """What is said of the text."""
 
     format: TextFormat | None = None
-
-
-class ReasoningFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is said of thinking; all of it is a hint."""
 
 
 class ResponseFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -141,7 +138,10 @@ def read_response(
     offered, namespaces, custom = _read_tools(fields.tools or [], names, reader)
     asked = [*before, *read_items(items, names, len(system) + len(before), reader, namespaces)]
     params: dict[str, Any] = {"messages": [*system, *asked], "reasoning": True}
-    params |= set_fields(fields, ("temperature", "top_p", "seed", "deadline_s", "chat_template_kwargs"))
+    params |= set_fields(fields, ("temperature", "top_p", "seed", "deadline_s"))
+    thinking = ThinkingParams(reader)
+    thinking.reasoning(fields.reasoning)
+    params |= thinking.result(fields.chat_template_kwargs)
     if fields.max_output_tokens is not None:
         params["max_tokens"] = fields.max_output_tokens
     if offered:
@@ -157,6 +157,7 @@ def read_response(
             shape["schema"] = fields.text.format.schema
         params["response_format"] = shape
     names |= {"max_tokens": "max_output_tokens", "messages": "input", "response_format": "text.format"}
+    names |= thinking.names
     return HTTPRequest(
         model=fields.model,
         requests=[build_request(params, names)],
@@ -165,6 +166,7 @@ def read_response(
         body=body | {"asked": asked},
         namespaces=namespaces,
         custom=custom,
+        thinking=thinking.asked,
     )
 
 
@@ -406,7 +408,7 @@ class ResponseAnswer:
             "output": [],
             "parallel_tool_calls": request.parallel_tool_calls,
             "previous_response_id": body.get("previous_response_id"),
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": request.reasoning_effort, "summary": None},
             "store": body.get("store") is not False,
             "temperature": request.temperature,
             "text": body.get("text") or {"format": {"type": "text"}},

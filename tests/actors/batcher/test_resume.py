@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from genbatch.proto.messages import GenerateRequest, Message, NamedTool, Respons
 from tests.actors.batcher.bench import Bench, batcher, prompt_of
 from tests.nif.native.models import build_native_model
 from tests.nif.tiny_models import build_tokenizer
-from tests.tool_models import tool_model
+from tests.tool_models import TEMPLATE, tool_model
 
 Native = Callable[..., Any]
 USER = Message(role="user", content="Well?")
@@ -132,6 +133,21 @@ async def test_stop_strings_characters_and_least_tokens_go_across_the_seam(nativ
             wanted = GenerateRequest(token_ids=request.token_ids, **{**DRAWN, "temperature": 3.0, "max_tokens": 48},
                                      stop=[stop, free.text[-5:]], min_tokens=9)  # fmt: skip
             await check(bench, wanted, cuts=20)
+
+
+@pytest.mark.trio
+async def test_a_budget_of_thinking_goes_across_the_seam(tmp_path: Path) -> None:
+    template = TEMPLATE.replace("assistant\n{%", "assistant\n<think>\n{%") + "{# </think> #}"
+    model = tool_model(build_native_model("llama", tmp_path / "llama", build_tokenizer), tmp_path / "thinks", template)
+    loaded = load_model(str(model), dtype="float32", n_gpu_layers=0)
+    runner = choose_runner(loaded, EngineOptions(runner="native", n_threads=1))
+    asked: dict[str, Any] = {"messages": [USER], "reasoning": True, **HELD, "ignore_eos": True, "max_tokens": 32}
+    async with batcher(loaded, new_runner=lambda _: runner(4), n_ctx=2048) as bench:
+        for more in ({"max_thinking_tokens": 5, "n": 2}, {"reasoning_effort": "minimal"}):
+            request = GenerateRequest(**asked, **more)
+            await check(bench, request, cuts=16)
+            _, result = await ask(bench, request)
+            assert result.reasoning and result.text
 
 
 @pytest.mark.trio

@@ -9,6 +9,7 @@ import pytest
 import trio
 
 from genbatch.clients.in_process import open_batcher
+from genbatch.nif.sampling.thinking_budget import ThinkingBudget, ThinkingMarks
 from genbatch.proto.errors import InvalidRequest
 from genbatch.proto.messages import Message, ResponseFormat
 from tests.tool_models import TEMPLATE, tool_model
@@ -119,3 +120,118 @@ async def test_a_budget_is_a_count_and_goes_with_messages(asked: Any, field: str
         with pytest.raises(InvalidRequest) as caught:
             await batcher.generate(**asked, max_thinking_tokens=-1 if field is None else 5)
         assert caught.value.field == "max_thinking_tokens"
+
+
+@pytest.mark.trio
+async def test_an_effort_is_a_budget_where_the_template_knows_none(model: Path) -> None:
+    asked: Any = {"messages": [USER], "reasoning": True, "seed": 3, "temperature": 1.0, "max_tokens": 80}
+    async with running(model) as batcher:
+        for effort, budget in {"none": 0, "minimal": 10, "low": 20, "medium": 40, "high": 60, "max": None}.items():
+            by_effort = await batcher.generate(**asked, reasoning_effort=effort)
+            by_budget = await batcher.generate(**asked, max_thinking_tokens=budget)
+            assert by_effort.token_ids == by_budget.token_ids, effort
+            assert bool(by_effort.text) is (budget is not None)
+        both = await batcher.generate(**asked, reasoning_effort="high", max_thinking_tokens=7)
+        assert both.token_ids == (await batcher.generate(**asked, max_thinking_tokens=7)).token_ids
+        by_variable = await batcher.generate(**asked, chat_template_kwargs={"thinking_budget": 7})
+        assert by_variable.token_ids == both.token_ids
+        (card,) = await batcher.models()
+        assert card.thinks
+
+
+@pytest.mark.trio
+async def test_an_effort_is_told_to_a_template_that_knows_it(
+    tiny_model_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    shows = "{{ reasoning_effort }} {{ enable_thinking }} {{ thinking_budget }}"
+    model = tool_model(tiny_model_dir("llama"), tmp_path / "model", shows + OPENED)
+    async with running(model) as batcher:
+
+        async def num_tokens(**params: Any) -> tuple[int, int]:
+            result = await batcher.generate(messages=[USER], reasoning=True, max_tokens=40, seed=1, **params)
+            return result.usage.prompt_tokens, result.reasoning_tokens
+
+        for effort, told in {"minimal": "low", "low": "low", "medium": "medium", "max": "high"}.items():
+            own = {"reasoning_effort": told, "enable_thinking": True}
+            length, thought = await num_tokens(reasoning_effort=effort)
+            assert (length, thought) == (await num_tokens(chat_template_kwargs=own)), effort
+            assert thought == 40, "it has no budget"
+        length, thought = await num_tokens(reasoning_effort="none")
+        assert length == (await num_tokens(chat_template_kwargs={"enable_thinking": False}))[0] and thought < 40
+        length, _ = await num_tokens(max_thinking_tokens=12)
+        shown = await num_tokens(max_thinking_tokens=3, chat_template_kwargs={"thinking_budget": 12})
+        assert length == shown[0] > (await num_tokens())[0]
+
+
+@pytest.mark.trio
+async def test_a_prompt_that_has_closed_the_thinking_leaves_the_answer_alone(
+    tiny_model_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    closed = TEMPLATE.replace("assistant\n{%", "assistant\n<think>\n\n</think>\n\n{%")
+    model = tool_model(tiny_model_dir("llama"), tmp_path / "model", closed)
+    asked: Any = {"messages": [USER], "regex": "<think>[a-z]{9}</think>", "max_tokens": 40}
+    async with running(model) as batcher:
+        free = await batcher.generate(**asked)
+        assert (await batcher.generate(**asked, reasoning_effort="none")).token_ids == free.token_ids
+
+
+@pytest.mark.trio
+async def test_a_model_that_does_not_think_says_so(tiny_model_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    async with running(tool_model(tiny_model_dir("llama"), tmp_path / "model")) as batcher:
+        (card,) = await batcher.models()
+        assert not card.thinks
+        free = await batcher.generate(messages=[USER], max_tokens=8)
+        assert (
+            await batcher.generate(messages=[USER], max_tokens=8, reasoning_effort="low")
+        ).token_ids == free.token_ids
+        with pytest.raises(InvalidRequest) as caught:
+            await batcher.generate("x", reasoning_effort="low")
+        assert caught.value.field == "reasoning_effort"
+
+
+# gpt-oss: the thinking is a channel. After its end the model must choose another one.
+PIECES = ("<|start|>", "<|end|>", "<|channel|>", "<|message|>", "assistant", "analysis", "final", "hm", "Yes")
+
+
+def channels(max_tokens: int) -> tuple[ThinkingBudget, dict[str, int]]:
+    ids = {piece: token_id for token_id, piece in enumerate(PIECES, 30)}  # across two words of the mask
+
+    def decode(token_ids: list[int]) -> str:
+        return "".join(PIECES[token_id - 30] for token_id in token_ids)
+
+    marks = ThinkingMarks(
+        opens="<|channel|>analysis<|message|>",
+        closes="<|end|>",
+        ending=[ids[piece] for piece in ("<|end|>", "<|start|>", "assistant", "<|channel|>")],
+        decode=decode,
+        forbidden=ids["analysis"],
+    )
+    return ThinkingBudget(marks, max_tokens, 2, thinks=False, inner=None), ids
+
+
+def allowed(budget: ThinkingBudget) -> set[int]:
+    budget.prepare()
+    words = budget.allowed.view("uint32").tolist()
+    return {32 * word + bit for word, bits in enumerate(words) for bit in range(32) if bits >> bit & 1}
+
+
+def test_a_channel_of_thinking_is_ended_and_not_begun_again() -> None:
+    budget, ids = channels(2)
+    every = set(range(64))
+    for piece in ("<|channel|>", "analysis", "<|message|>", "hm", "hm"):
+        assert allowed(budget) == every, piece
+        budget.accept(ids[piece])
+    for piece in ("<|end|>", "<|start|>", "assistant", "<|channel|>"):
+        assert allowed(budget) == {ids[piece]}
+        budget.accept(ids[piece])
+    assert allowed(budget) == every - {ids["analysis"]}
+    for piece in ("final", "<|message|>", "analysis", "Yes"):
+        budget.accept(ids[piece])
+        assert allowed(budget) == every, piece
+
+
+def test_a_channel_of_thinking_that_the_model_ends_itself_is_left_alone() -> None:
+    budget, ids = channels(9)
+    for piece in ("<|channel|>", "analysis", "<|message|>", "hm", "<|end|>", *["hm"] * 12):
+        budget.accept(ids[piece])
+        assert allowed(budget) == set(range(64)), piece

@@ -88,7 +88,6 @@ def test_what_claude_code_always_sends_is_read_and_what_cannot_be_followed_is_na
     assert sorted(reader.ignored) == [
         "context_management",
         "messages[].content[].cache_control",
-        "output_config.effort",
         "system[].cache_control",
         "system[].x-anthropic-billing-header",
         "thinking.display",
@@ -104,7 +103,7 @@ def test_what_codex_always_sends_is_read_and_what_cannot_be_followed_is_named() 
     (request,) = read_response(CODEX, Conversations(), "me", reader).requests
     assert [tool.name for tool in request.tools] == ["exec_command", "wait", "agents.exec_command"]
     assert [message.role for message in request.messages or ()] == ["system", "user"]
-    named = ["prompt_cache_key", "reasoning.effort", "text.verbosity", "tools[].web_search"]
+    named = ["prompt_cache_key", "text.verbosity", "tools[].web_search"]
     assert sorted(reader.ignored) == named
 
 

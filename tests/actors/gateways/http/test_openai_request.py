@@ -15,6 +15,7 @@ from genbatch.actors.gateways.http.http_request import HTTPRequest
 from genbatch.actors.gateways.http.llama_cpp import read_llama_completion
 from genbatch.actors.gateways.http.ollama import read_ollama_chat
 from genbatch.actors.gateways.http.openai_request import MAX_PROMPTS, read_chat, read_completion
+from genbatch.actors.gateways.http.responses import Conversations, read_response
 from genbatch.actors.security.key_files import AddressError
 from genbatch.proto.errors import InvalidRequest
 from genbatch.proto.messages import GenerateRequest, Message, ResponseFormat
@@ -55,8 +56,11 @@ def test_every_seed_that_openai_takes_is_one_of_ours(seed: int) -> None:
     assert request.seed == seed or seed < 0
 
 
+OBJECTS = {"reasoning", "thinking"}  # a chat has them, and checks what is in them
+
+
 @pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("name", sorted(name for name in ACCEPTED | HINTS if name.isidentifier()))
+@pytest.mark.parametrize("name", sorted(name for name in (ACCEPTED | HINTS) - OBJECTS if name.isidentifier()))
 def test_what_changes_no_answer_is_accepted_and_a_hint_is_named(name: str, strict: bool) -> None:
     reader = Fields(strict=strict)
     plain = read_chat({"messages": [USER]})
@@ -149,14 +153,68 @@ def test_what_is_no_address_is_refused(text: str) -> None:
         parse_http_address(text)
 
 
-def test_an_effort_that_chat_templates_know_is_a_variable_of_theirs_and_any_other_is_named() -> None:
-    (request,) = read_chat({"messages": [USER], "reasoning_effort": "high"}).requests
-    assert request.chat_template_kwargs == {"reasoning_effort": "high"}
-    own = {"messages": [USER], "reasoning_effort": "high", "chat_template_kwargs": {"reasoning_effort": "low"}}
-    assert read_chat(own).requests[0].chat_template_kwargs == {"reasoning_effort": "low"}
+CHAT: dict[str, Any] = {"messages": [USER]}
+MESSAGE: dict[str, Any] = {"messages": [USER], "max_tokens": 9}
+INPUT: dict[str, Any] = {"input": "x"}
+
+
+def read_input(body: dict[str, Any], reader: Fields | None = None) -> HTTPRequest:
+    return read_response(body, Conversations(), "me", reader)
+
+
+def read_ollama(body: dict[str, Any], reader: Fields | None = None) -> HTTPRequest:
+    return read_ollama_chat({"model": "m", **body}, reader or Fields())
+
+
+Read = Callable[[dict[str, Any], Fields | None], HTTPRequest]
+
+
+@pytest.mark.parametrize(
+    ("read", "body", "effort", "budget", "name"),
+    [
+        (read_chat, CHAT | {"reasoning_effort": "minimal"}, "minimal", None, "reasoning_effort"),
+        (read_chat, CHAT | {"reasoning": {"effort": "xhigh"}}, "xhigh", None, "reasoning.effort"),
+        (read_chat, CHAT | {"reasoning": {"max_tokens": 5}}, None, 5, "reasoning.max_tokens"),
+        (read_chat, CHAT | {"reasoning": {"enabled": False}}, "none", None, ""),
+        (read_chat, CHAT | {"thinking": {"type": "enabled", "budget_tokens": 5}}, None, 5, "thinking.budget_tokens"),
+        (read_chat, CHAT | {"thinking": {"type": "disabled"}, "reasoning_effort": "high"}, "none", None, ""),
+        (read_chat, CHAT | {"thinking_token_budget": 5, "thinking_budget": 5}, None, 5, "thinking_token_budget"),
+        (read_chat, CHAT | {"thinking_budget": 0}, None, 0, "thinking_budget"),
+        (read_chat, CHAT | {"enable_thinking": False}, "none", None, ""),
+        (read_message, MESSAGE | {"thinking": {"type": "enabled", "budget_tokens": 5}}, None, 5, "thinking.type"),
+        (read_message, MESSAGE | {"thinking": {"type": "adaptive"}}, None, None, "thinking.type"),
+        (read_message, MESSAGE | {"output_config": {"effort": "max"}}, "max", None, "output_config.effort"),
+        (read_message, MESSAGE | {"thinking": {"type": "disabled"}}, "none", None, ""),
+        (read_input, INPUT | {"reasoning": {"effort": "low", "summary": "auto"}}, "low", None, "reasoning.effort"),
+        (read_ollama, CHAT | {"think": "high"}, "high", None, "think"),
+        (read_ollama, CHAT | {"think": False}, "none", None, ""),
+        (read_ollama, CHAT | {"think": True}, None, None, "think"),
+    ],
+)  # fmt: skip
+def test_efforts_and_budgets_have_the_names_of_their_apis(
+    read: Read, body: dict[str, Any], effort: str | None, budget: int | None, name: str
+) -> None:
+    asked = read(body, None)
+    (request,) = asked.requests
+    assert (request.reasoning_effort, request.max_thinking_tokens) == (effort, budget)
+    assert (name in asked.thinking) if name else not asked.thinking
+
+
+def test_thinking_that_is_turned_on_without_an_effort_is_told_to_the_template() -> None:
+    variables = {"enable_thinking": True, "thinking": True}
+    assert read_chat(CHAT | {"enable_thinking": True}).requests[0].chat_template_kwargs == variables
+    assert read_ollama(CHAT | {"think": True}).requests[0].chat_template_kwargs == variables
+    own = {"enable_thinking": True, "chat_template_kwargs": {"thinking": False}}
+    assert read_chat(CHAT | own).requests[0].chat_template_kwargs == {"enable_thinking": True, "thinking": False}
+
+
+def test_an_effort_that_no_api_has_is_named_and_two_budgets_are_refused() -> None:
     reader = Fields()
-    (request,) = read_chat({"messages": [USER], "reasoning_effort": "minimal"}, reader=reader).requests
-    assert request.chat_template_kwargs is None and reader.ignored == ("reasoning_effort",)
+    assert read_chat(CHAT | {"reasoning_effort": "much"}, reader).requests[0].reasoning_effort is None
+    assert reader.ignored == ("reasoning_effort",)
+    with pytest.raises(InvalidRequest) as caught:
+        read_chat(CHAT | {"thinking_token_budget": 5, "thinking_budget": 6})
+    assert caught.value.field == "thinking_budget" and "thinking_token_budget" in str(caught.value)
 
 
 def test_vllms_further_fields_do_what_they_say_or_are_named() -> None:
@@ -186,16 +244,6 @@ def test_a_flag_of_others_says_nothing_when_it_is_off_and_is_refused_when_it_is_
             with pytest.raises(InvalidRequest) as caught:
                 read_chat({"messages": [USER], name: True})
             assert caught.value.field == name
-
-
-def test_thinking_budgets_have_the_names_of_their_apis() -> None:
-    chat = read_chat({"messages": [{"role": "user", "content": "x"}], "thinking_token_budget": 7})
-    assert chat.requests[0].max_thinking_tokens == 7
-    assert chat.names["max_thinking_tokens"] == "thinking_token_budget"
-    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9}
-    message = read_message(body | {"thinking": {"type": "enabled", "budget_tokens": 7}})
-    assert message.requests[0].max_thinking_tokens == 7
-    assert read_message(body | {"thinking": {"type": "adaptive"}}).requests[0].max_thinking_tokens is None
 
 
 def test_llama_cpps_and_ollamas_names_become_ours_and_their_words_for_no_limit_are_none() -> None:

@@ -1,0 +1,139 @@
+"""Thinking: how much a model thinks before it answers, in the notation of its chat template.
+
+effort, budget ──> variables of the template, where it reads them
+              └──> a constraint that ends the thinking at the template's own mark, so that the answer follows
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from genbatch.nif.models.loaded_model import Model
+from genbatch.nif.sampling.sampler import Constraint
+from genbatch.nif.sampling.thinking_budget import ThinkingBudget, ThinkingMarks
+from genbatch.nif.text.response_template import HARMONY
+from genbatch.nif.text.tools import THINK_CLOSE, THINK_OPEN
+from genbatch.proto.messages import GenerateRequest, PromptRequest
+
+
+class Effort(NamedTuple):
+    """A budget of thinking: so many tokens, and at most this share of the answer's `max_tokens`."""
+
+    max_tokens: int
+    share: float
+
+
+# The budgets of efforts for templates that know no effort; docs/guide.md has this table. Other efforts have no limit.
+EFFORTS = {
+    "none": Effort(0, 0),
+    "minimal": Effort(512, 1 / 8),
+    "low": Effort(1024, 1 / 4),
+    "medium": Effort(4096, 1 / 2),
+    "high": Effort(16384, 3 / 4),
+}
+# The variables by which templates turn thinking on and off, and the name of an effort and of a budget.
+SWITCHES = ("enable_thinking", "thinking")
+EFFORT, BUDGET = "reasoning_effort", "thinking_budget"
+# Templates that know efforts know these three.
+_NEAREST = {"minimal": "low", "xhigh": "high", "max": "high"}
+# The number of tokens at the end of a prompt that may open or close the thinking.
+TAIL_TOKENS = 8
+
+
+class Thinking:
+    """Knows how one model's chat template marks thinking.
+
+    Args:
+        model: the loaded model.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._tokenizer = model.tokenizer
+        self._num_words = -(-model.vocab_size // 32)
+
+    @property
+    def takes_effort(self) -> bool:
+        """Whether an effort or a budget has an effect."""
+        is_harmony = self._tokenizer.response_template is HARMONY
+        return self._tokenizer.template_reads(EFFORT) or (self._tokenizer.thinks and (is_harmony or self.has_tags))
+
+    @property
+    def has_tags(self) -> bool:
+        """Whether thinking, if there is any, stands between <think> and </think>."""
+        template = self._tokenizer.response_template
+        return template is None or all(mark in str(template) for mark in (THINK_OPEN, THINK_CLOSE))
+
+    def variables(self, wanted: PromptRequest) -> dict[str, Any] | None:
+        """Return the chat template's variables: the request's own, and those that follow from its effort and budget."""
+        if not isinstance(wanted, GenerateRequest):
+            return wanted.chat_template_kwargs
+        reads, effort = self._tokenizer.template_reads, wanted.reasoning_effort
+        found: dict[str, Any] = {}
+        if effort is not None:
+            found = {name: effort != "none" for name in SWITCHES if reads(name)}
+            if effort != "none" and reads(EFFORT):
+                found[EFFORT] = _NEAREST.get(effort, effort)
+        if wanted.max_thinking_tokens is not None and reads(BUDGET):
+            found[BUDGET] = wanted.max_thinking_tokens
+        return found | (wanted.chat_template_kwargs or {}) or None
+
+    def opens(self, prompt_tokens: Sequence[int]) -> bool:
+        """Return whether the prompt has opened a thinking part that the answer continues."""
+        return self._tail(prompt_tokens).endswith(THINK_OPEN)
+
+    def opening(self) -> list[int]:
+        """Return the tokens of the tag that opens thinking."""
+        special = self._tokenizer.special_id(THINK_OPEN)
+        return [special] if special is not None else self._encode(THINK_OPEN)
+
+    def constraint(
+        self, wanted: GenerateRequest, prompt_tokens: Sequence[int], max_tokens: int, inner: Constraint | None
+    ) -> Constraint | None:
+        """Return the constraint of one answer: `inner`, and the budget of its thinking.
+
+        Args:
+            max_tokens: most tokens of the answer, its thinking included.
+        """
+        budget = self._budget(wanted, max_tokens)
+        marks = None if budget is None else self._marks()
+        if budget is None or marks is None or self._tail(prompt_tokens).endswith(marks.closes):
+            return inner
+        return ThinkingBudget(marks, budget, self._num_words, thinks=self.opens(prompt_tokens), inner=inner)
+
+    def _budget(self, wanted: GenerateRequest, max_tokens: int) -> int | None:
+        """Return the most tokens of thinking; None is no limit."""
+        if wanted.max_thinking_tokens is not None:
+            return wanted.max_thinking_tokens
+        given = (wanted.chat_template_kwargs or {}).get(BUDGET)
+        if type(given) is int and given >= 0:
+            return given
+        name = wanted.reasoning_effort
+        if name not in EFFORTS or (name != "none" and self._tokenizer.template_reads(EFFORT)):
+            return None
+        effort = EFFORTS[name]
+        return min(effort.max_tokens, int(effort.share * max_tokens))
+
+    def _marks(self) -> ThinkingMarks | None:
+        """Return the marks around thinking; None if the template has none that are known."""
+        if not self._tokenizer.thinks:
+            return None
+        decode = partial(self._tokenizer.decode, skip_special_tokens=False)
+        if self._tokenizer.response_template is HARMONY:
+            return ThinkingMarks(
+                opens="<|channel|>analysis<|message|>",
+                closes="<|end|>",
+                ending=self._encode("<|end|><|start|>assistant<|channel|>"),
+                decode=decode,
+                forbidden=self._encode("analysis")[0],
+            )
+        if not self.has_tags:
+            return None
+        ending = self._encode(f"\n{THINK_CLOSE}\n\n")
+        return ThinkingMarks(opens=THINK_OPEN, closes=THINK_CLOSE, ending=ending, decode=decode)
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _tail(self, prompt_tokens: Sequence[int]) -> str:
+        tail = list(prompt_tokens[-TAIL_TOKENS:])
+        return self._tokenizer.decode(tail, skip_special_tokens=False).rstrip()

@@ -1,0 +1,200 @@
+"""Requests that the published tests of vLLM, llama.cpp's server and Ollama make: answered, or refused by name."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from genbatch.actors.gateways.http.openai_request import read_chat
+from tests.actors.gateways.threaded_service import threaded_service
+from tests.tool_models import tool_model
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+TURNS: list[Any] = [{"role": "system", "content": "Book"}, {"role": "user", "content": "What is the best book"}]
+PREFILL: list[Any] = [*TURNS, {"role": "assistant", "content": [{"type": "text", "text": "Wh"}]}]
+IDS = [5, 6, 7]
+
+
+@pytest.fixture(scope="module")
+def client(tiny_model_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
+    model = tool_model(tiny_model_dir("llama"), tmp_path_factory.mktemp("servers") / "model")
+    with (
+        threaded_service(model, http=":0") as service,
+        httpx2.Client(base_url=service.addresses[0], trust_env=False, timeout=60) as client,
+    ):
+        yield client
+
+
+def asked(client: httpx2.Client, path: str, **body: Any) -> Any:
+    answer = client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def streamed(client: httpx2.Client, path: str, **body: Any) -> list[dict[str, Any]]:
+    answer = client.post(path, json={**body, "stream": True})
+    assert answer.status_code == 200, answer.text
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines()]
+    return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+# What each of the three accepts in a chat or a completion, and whether we do.
+@pytest.mark.parametrize(
+    ("path", "more", "refused"),
+    [
+        # vLLM
+        (CHAT, {"logprobs": True, "top_logprobs": 20}, None),
+        (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        (CHAT, {"logprobs": False}, None),
+        (CHAT, {"max_completion_tokens": 3, "min_tokens": 3, "ignore_eos": True}, None),
+        (CHAT, {"stream_options": None}, None),
+        (CHAT, {"stream_options": {"include_usage": True}}, "stream_options"),
+        (CHAT, {"structured_outputs": {"choice": ["Python", "Rust"]}}, None),
+        (CHAT, {"structured_outputs": {"regex": "[0-9]{3}"}}, None),
+        (CHAT, {"tools": None, "tool_choice": None, "seed": None, "stop": None, "n": None}, None),
+        (CHAT, {"tool_choice": "none"}, None),
+        (CHAT, {"logit_bias": {"1": 1.0}, "repetition_penalty": 1.1, "top_k": -1, "min_p": 0.1}, None),
+        (CHAT, {"logit_bias": {"999999": 1.0}}, "logit_bias[999999]"),
+        (CHAT, {"stop_token_ids": [999999]}, "stop_token_ids[0]"),
+        (CHAT, {"add_generation_prompt": True, "continue_final_message": True}, "add_generation_prompt"),
+        (CHAT, {"messages": PREFILL, "add_generation_prompt": False, "continue_final_message": True}, None),
+        (CHAT, {"skip_special_tokens": True, "spaces_between_special_tokens": True}, None),
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"prompt_logprobs": 1}, "prompt_logprobs"),
+        (CHAT, {"bad_words": ["x"]}, "bad_words"),
+        (CHAT, {"return_token_ids": True}, "return_token_ids"),
+        (COMPLETIONS, {"prompt": [IDS, IDS], "n": 2, "logprobs": 0}, None),
+        (COMPLETIONS, {"prompt": ["a", "b"], "echo": True, "logprobs": 1}, None),
+        (COMPLETIONS, {"prompt": IDS, "echo": True, "max_tokens": 0, "logprobs": 5}, None),
+        (COMPLETIONS, {"prompt": IDS, "logprobs": 21}, "logprobs"),
+        (COMPLETIONS, {"prompt": []}, "prompt"),
+        (COMPLETIONS, {"prompt": ""}, "prompt"),
+        (COMPLETIONS, {"prompt": [[]]}, "prompt"),
+        (COMPLETIONS, {"prompt": [-1]}, "prompt[0]"),
+        (COMPLETIONS, {"prompt": "a", "suffix": None, "user": "me", "best_of": 1}, None),
+        (COMPLETIONS, {"prompt": "a", "truncate_prompt_tokens": 4}, "truncate_prompt_tokens"),
+        (COMPLETIONS, {"prompt": "a", "use_beam_search": True}, "use_beam_search"),
+        (COMPLETIONS, {"prompt": "a", "return_tokens_as_token_ids": True, "logprobs": 1}, None),
+        (COMPLETIONS, {"prompt": "a", "allowed_token_ids": [1]}, "allowed_token_ids"),
+        # llama.cpp
+        (CHAT, {"response_format": {"type": "sound"}}, "response_format.type"),
+        (CHAT, {"response_format": {"type": "json_object", "schema": 123}}, "response_format.schema"),
+        (CHAT, {"response_format": {"type": "json_object", "schema": {"type": "hiccup"}}}, "response_format.schema"),
+        (CHAT, {"json_schema": {"type": "hiccup"}}, "json_schema"),
+        (CHAT, {"messages": [{"role": "system", "content": 123}]}, "messages[0].content"),
+        (CHAT, {"messages": [{}]}, "messages[0].role"),
+        (CHAT, {"messages": "string"}, "messages"),
+        (CHAT, {"timings_per_token": True, "cache_prompt": True, "id_slot": 0}, None),
+        ("/completion", {"prompt": "a", "n_predict": 2, "samplers": ["top_k"], "t_max_predict_ms": 9}, None),
+        ("/completion", {"prompt": [], "n_predict": 2}, "prompt"),
+        ("/completion", {"prompt": "a", "n_probs": 99}, "n_probs"),
+        ("/tokenize", {"content": "a", "prompt": "b"}, "content"),
+    ],
+)  # fmt: skip
+def test_what_others_accept_is_answered_or_refused_by_its_name(
+    path: str, more: dict[str, Any], refused: str | None, client: httpx2.Client
+) -> None:
+    least: dict[str, Any] = {CHAT: {"messages": TURNS, "max_tokens": 2}, COMPLETIONS: {"max_tokens": 2}}.get(path, {})
+    if "max_completion_tokens" in more:
+        least.pop("max_tokens")
+    answer = client.post(path, json=least | more)
+    if refused is None:
+        assert answer.status_code == 200, answer.text
+    else:
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, refused), answer.text
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({"response_format": {"type": "json_object", "schema": {"const": "42"}}}, '"42"'),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": "foo"}}}}, '"foo"'),
+        ({"json_schema": {"const": "42"}}, '"42"'),
+        ({"grammar": 'root ::= "a"{5,5}'}, "aaaaa"),
+        ({"structured_outputs": {"choice": ["Rust"]}}, "Rust"),
+    ],
+)
+def test_shapes_of_answers_have_every_servers_names(more: dict[str, Any], expected: str, client: httpx2.Client) -> None:
+    answer = asked(client, CHAT, messages=TURNS, max_tokens=20, **more)
+    assert answer["choices"][0]["message"]["content"] == expected
+
+
+def test_llama_cpps_tokenize_has_its_own_names(client: httpx2.Client) -> None:
+    plain = asked(client, "/tokenize", content="Hello world")["tokens"]
+    ours = asked(client, "/tokenize", prompt="Hello world", add_special_tokens=False)["tokens"]
+    assert plain == ours and asked(client, "/detokenize", tokens=plain)["content"] == "Hello world"
+    special = asked(client, "/tokenize", content="Hello world", add_special=True)["tokens"]
+    assert special == asked(client, "/tokenize", prompt="Hello world")["tokens"]
+    pieces = asked(client, "/tokenize", content="Hello world", with_pieces=True)["tokens"]
+    assert [piece["id"] for piece in pieces] == plain
+    assert "".join(piece["piece"] for piece in pieces) == "Hello world"
+
+
+def test_llama_cpps_completion_takes_several_prompts(client: httpx2.Client) -> None:
+    one = asked(client, "/completion", prompt=IDS, n_predict=4)
+    text = asked(client, "/completion", prompt="Once upon", n_predict=4)
+    both = asked(client, "/completion", prompt=[IDS, "Once upon"], n_predict=4)
+    assert [answer["content"] for answer in both] == [one["content"], text["content"]]
+    assert [answer["index"] for answer in both] == [0, 1]
+    assert len(asked(client, "/completion", prompt=["Once upon"], n_predict=4)) == 1
+    events = streamed(client, "/completion", prompt=[IDS, "Once upon"], n_predict=4)
+    for index, answer in enumerate(both):
+        pieces = [event for event in events if event["index"] == index]
+        assert "".join(piece["content"] for piece in pieces) == answer["content"]
+        assert [piece["stop"] for piece in pieces][-1] is True
+
+
+def test_llama_cpps_completion_shows_probabilities_timings_and_chosen_fields(client: httpx2.Client) -> None:
+    body: dict[str, Any] = {"prompt": "Once upon", "n_predict": 5, "n_probs": 3}
+    whole = asked(client, "/completion", **body)
+    shown = whole["completion_probabilities"]
+    assert [entry["id"] for entry in shown] == whole["tokens"] and len(shown) == 5
+    for entry in shown:
+        assert len(entry["top_logprobs"]) == 3 and entry["logprob"] <= 0
+        assert entry["top_logprobs"][0]["logprob"] >= entry["logprob"]
+        assert bytes(entry["bytes"]).decode() == entry["token"]
+    *pieces, last = streamed(client, "/completion", **body)
+    assert [entry for piece in pieces for entry in piece["completion_probabilities"]] == shown
+    assert last["timings"]["predicted_n"] == 5 and last["timings"]["predicted_per_second"] > 0
+    assert last["timings"]["prompt_n"] + last["timings"]["cache_n"] == whole["tokens_evaluated"]
+    names = ["content", "timings/predicted_n", "nothing"]
+    chosen = asked(client, "/completion", prompt="Once upon", n_predict=5, response_fields=names)
+    assert chosen == {"content": whole["content"], "timings/predicted_n": 5}
+
+
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+def test_ollamas_answers_have_log_probs(path: str, client: httpx2.Client) -> None:
+    said = {"messages": TURNS} if path == "/api/chat" else {"prompt": "Well?", "raw": True}
+    body = {"model": "model", **said, "options": {"num_predict": 4}, "logprobs": True, "top_logprobs": 2}
+    whole = asked(client, path, **body, stream=False)
+    assert len(whole["logprobs"]) == 4
+    assert all(len(entry["top_logprobs"]) == 2 and entry["logprob"] <= 0 for entry in whole["logprobs"])
+    lines = [json.loads(line) for line in client.post(path, json=body).text.splitlines()]
+    assert [entry for line in lines for entry in line.get("logprobs", ())] == whole["logprobs"]
+    assert "logprobs" not in asked(client, path, **(body | {"logprobs": None}), stream=False)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("options", [{}, {"include_usage": False}, {"include_usage": True}, None])
+def test_a_streams_usage_comes_once_if_it_is_asked_for(
+    path: str, options: dict[str, Any] | None, client: httpx2.Client
+) -> None:
+    body: dict[str, Any] = {"messages": TURNS} if path == CHAT else {"prompt": "Once upon"}
+    chunks = streamed(client, path, **body, max_tokens=4, n=2, stream_options=options)
+    usages = [chunk["usage"] for chunk in chunks if chunk.get("usage")]
+    ends = [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"]]
+    assert ends == ["length", "length"]
+    if options == {"include_usage": True}:
+        assert [usage["completion_tokens"] for usage in usages] == [8] and chunks[-1]["choices"] == []
+    else:
+        assert not usages
+
+
+def test_both_names_of_thinking_come_back() -> None:
+    for name in ("reasoning", "reasoning_content"):
+        body = {"messages": [*TURNS, {"role": "assistant", "content": "x", name: "hm"}, TURNS[1]]}
+        (request,) = read_chat(body).requests
+        assert request.messages is not None and request.messages[2].reasoning_content == "hm"
