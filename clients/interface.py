@@ -288,7 +288,7 @@ def _whole(answer: T) -> T:
     return answer
 
 
-class Calls:
+class ClientCalls:
     """The methods with one request and one answer, of `Client` and `SyncClient` alike."""
 
     @call_of
@@ -422,7 +422,7 @@ class Calls:
         return Call(DrainRequest(timeout_s=timeout_s), _whole)
 
 
-class Client(Calls):
+class Client(ClientCalls):
     """The interface of the clients for trio and asyncio. A subclass implements `ask` and `open_stream`."""
 
     async def ask(self, request: msgspec.Struct) -> Any:
@@ -450,7 +450,7 @@ class Client(Calls):
         return self.open_stream(build_request(prompt, messages, params))
 
 
-class SyncClient(Calls):
+class SyncClient(ClientCalls):
     """The interface of the clients without an event loop. A subclass implements `ask` and `open_stream`."""
 
     def ask(self, request: msgspec.Struct) -> Any:

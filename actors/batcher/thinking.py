@@ -16,7 +16,7 @@ from genbatch.nif.text.tools import THINK_CLOSE, THINK_OPEN
 from genbatch.proto.messages import GenerateRequest, PromptRequest
 
 
-class Effort(NamedTuple):
+class EffortBudget(NamedTuple):
     """A budget of thinking: so many tokens, and at most this share of the answer's `max_tokens`."""
 
     max_tokens: int
@@ -25,11 +25,11 @@ class Effort(NamedTuple):
 
 # The budgets of efforts for templates that know no effort; docs/guide.md has this table. Other efforts have no limit.
 EFFORTS = {
-    "none": Effort(0, 0),
-    "minimal": Effort(512, 1 / 8),
-    "low": Effort(1024, 1 / 4),
-    "medium": Effort(4096, 1 / 2),
-    "high": Effort(16384, 3 / 4),
+    "none": EffortBudget(0, 0),
+    "minimal": EffortBudget(512, 1 / 8),
+    "low": EffortBudget(1024, 1 / 4),
+    "medium": EffortBudget(4096, 1 / 2),
+    "high": EffortBudget(16384, 3 / 4),
 }
 # The variables by which templates turn thinking on and off, and the name of an effort and of a budget.
 SWITCHES = ("enable_thinking", "thinking")

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from genbatch.clients.remote import RemoteClient
 
 
-Request = TypeVar("Request", bound=msgspec.Struct)
+AnyRequest = TypeVar("AnyRequest", bound=msgspec.Struct)
 
 
 class PickedModel(Client):
@@ -54,7 +54,7 @@ class PickedModel(Client):
         """See `Client.open_stream`."""
         return self._client.open_stream(self._picked(request))
 
-    def _picked(self, request: Request) -> Request:
+    def _picked(self, request: AnyRequest) -> AnyRequest:
         if getattr(request, "model", self._model) is None:
             request = msgspec.structs.replace(request, model=self._model)
         return request
