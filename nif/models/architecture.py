@@ -36,6 +36,7 @@ class Tensors:
         gate_up: gates and ups, or one tensor of both; without gates the ups alone.
         attention_norm, mlp_norm: of what goes in.
         attention_post, mlp_post: of what comes out, before it is added to the residual.
+        scale: of one number that multiplies what a layer gives.
         in_files: parts of transformers' names and what files have in their place.
     """
 
@@ -55,6 +56,7 @@ class Tensors:
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     sinks: str | None = None
+    scale: str | None = None
     in_files: tuple[tuple[str, str], ...] = ()
 
     def stored(self, name: str, names: Collection[str]) -> str:
@@ -85,6 +87,10 @@ class ExpertNames:
         correction: name of what is added to the weights while experts are chosen.
         scale: of the weights of those chosen.
         groups: groups of experts, and how many of them a token's experts come from.
+        scales: name of what multiplies each expert's weight.
+        own_norms: names of the norms of what the router reads (without ".weight"; times hidden_size ** -0.5), of what
+            the experts read, of their sum, and of what the MLP beside them gives; empty: there is no MLP beside them,
+            and router and experts read what an MLP would.
     """
 
     count: int
@@ -108,6 +114,8 @@ class ExpertNames:
     correction: str | None = None
     scale: float = 1.0
     groups: tuple[int, int] = (1, 1)
+    scales: str | None = None
+    own_norms: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +136,28 @@ class ConvolutionNames:
     inputs: str = "conv.in_proj"
     taps: str = "conv.conv"
     out: str = "conv.out_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerEmbeddings:
+    """Embeddings of each token for each layer.
+
+    They are the sum of a table's row and a projection of the token's usual embedding. A layer gates its output into
+    their width, multiplies it by its embedding, and adds what is projected back.
+
+    Args:
+        width: of one layer's embedding.
+        table: name of the table of all layers' embeddings.
+        projection: name of the linear from usual embeddings, and of the norm behind it.
+        gate, back, post: names of a layer's two linears and of the norm behind them.
+    """
+
+    width: int
+    table: str = "model.embed_tokens_per_layer"
+    projection: tuple[str, str] = ("model.per_layer_model_projection", "model.per_layer_projection_norm")
+    gate: str = "per_layer_input_gate"
+    back: str = "per_layer_projection"
+    post: str = "post_per_layer_input_norm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +237,8 @@ class Architecture:
         convolution: None where no layer is a short convolution.
         recurrence: None where no layer keeps a state.
         gated_attention: whether each head's queries are followed by gates, whose sigmoid multiplies what it attends to.
+        value_norm: whether the values of each head are normed, without weights.
+        layer_embeddings: None where only the first layer reads an embedding.
     """
 
     norm_eps: float
@@ -233,6 +265,8 @@ class Architecture:
     convolution: ConvolutionNames | None = None
     recurrence: RecurrenceNames | None = None
     gated_attention: bool = False
+    value_norm: bool = False
+    layer_embeddings: LayerEmbeddings | None = None
 
 
 def kv_heads_of(config: Any) -> int:
@@ -245,6 +279,39 @@ def head_dim_of(config: Any) -> int:
     """Return the number of elements of a head."""
     size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return size
+
+
+def shapes_of(config: Any) -> list[tuple[int, int]]:
+    """Return each layer's number of KV heads, and the elements of one."""
+    heads, size = kv_heads_of(config), head_dim_of(config)
+    shapes = [(heads, size)] * config.num_hidden_layers
+    if getattr(config, "is_heterogeneous", False):
+        for layer, own in config.to_dict()["per_layer_config"].items():
+            shapes[int(layer)] = own.get("num_key_value_heads", heads), own.get("head_dim", size)
+    return shapes
+
+
+def kv_sources(config: Any) -> dict[int, int]:
+    """Return the earlier layer that wrote the keys and values which a layer reads, for layers that write none."""
+    last: dict[str, int] = {}
+    sources: dict[int, int] = {}
+    for layer, mode in enumerate(getattr(config, "kv_sharing_modes", None) or ()):
+        if mode == "reuse":
+            sources[layer] = last[config.layer_types[layer]]
+        else:
+            last[config.layer_types[layer]] = layer
+    return sources
+
+
+def qkv_names(names: Sequence[str], tensors: Collection[str]) -> Sequence[str]:
+    """Return the linears of queries, keys and values of a layer whose module has these tensors.
+
+    A layer without keys has queries alone: it reads what another layer wrote. Keys without values are values, too.
+    """
+    if len(names) == 1 or f"{names[1]}.weight" not in tensors:
+        return names[:1]
+    queries, keys, values = names
+    return queries, keys, values if f"{values}.weight" in tensors else keys
 
 
 def gated_rows(names: Sequence[str], config: Any) -> tuple[SomeRows, ...]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from genbatch.nif.errors import ModelError
-from genbatch.nif.models.architecture import RECURRENT_KINDS, Architecture, head_dim_of, kv_heads_of
+from genbatch.nif.models.architecture import RECURRENT_KINDS, Architecture, shapes_of
 from genbatch.nif.models.dense_families import DENSE_FAMILIES
 from genbatch.nif.models.expert_families import EXPERT_FAMILIES
 from genbatch.nif.models.hybrid_families import HYBRID_FAMILIES
@@ -35,7 +35,7 @@ def described(model_class: type) -> bool:
 
 
 def layer_groups(name: str, config: "PreTrainedConfig") -> tuple[LayerGroup, ...]:
-    """Group the model's layers by their attention window, in the order of each window's first layer.
+    """Group the model's layers by attention window and shape of keys, in the order of each group's first layer.
 
     Args:
         name: the model's, for errors.
@@ -58,13 +58,14 @@ def layer_groups(name: str, config: "PreTrainedConfig") -> tuple[LayerGroup, ...
     longest = max_position(name, config)
     taps: int | None = getattr(config, "conv_L_cache", None)
     inner_taps: int | None = getattr(config, "linear_conv_kernel_dim", None) or getattr(config, "mamba_d_conv", None)
-    layers_of: dict[LayerGroup, list[int]] = {}
+    shapes = shapes_of(config)
+    layers_of: dict[tuple[LayerGroup, tuple[int, int] | None], list[int]] = {}
     for layer, kind in enumerate(kinds[:num_layers]):
         if kind == "conv" and taps is not None:
-            layers_of.setdefault(LayerGroup((), taps, convolves=True), []).append(layer)
+            layers_of.setdefault((LayerGroup((), taps, convolves=True), None), []).append(layer)
             continue
         if kind in RECURRENT_KINDS:
-            layers_of.setdefault(LayerGroup((), inner_taps, recurs=True), []).append(layer)
+            layers_of.setdefault((LayerGroup((), inner_taps, recurs=True), None), []).append(layer)
             continue
         if kind not in ("full_attention", "sliding_attention"):
             raise ModelError(name, f"layer {layer} is {kind!r}; only full and sliding-window attention is served")
@@ -73,14 +74,13 @@ def layer_groups(name: str, config: "PreTrainedConfig") -> tuple[LayerGroup, ...
             raise ModelError(name, f"layer {layer} attends within a window that config.json does not give")
         # A window that no sequence outgrows is no window: one group then holds all layers.
         reach = None if reach is not None and reach >= longest else reach
-        layers_of.setdefault(LayerGroup((), reach), []).append(layer)
-    return tuple(replace(group, layers=tuple(layers)) for group, layers in layers_of.items())
+        layers_of.setdefault((LayerGroup((), reach), shapes[layer]), []).append(layer)
+    return tuple(replace(group, layers=tuple(layers)) for (group, _), layers in layers_of.items())
 
 
 def layer_shapes(config: Any) -> tuple[LayerShape, ...]:
     """Return the shapes of each layer's entries in the KV cache, for a model with an `Architecture`."""
-    head_dim, count = head_dim_of(config), int(config.num_hidden_layers)
-    shapes = [LayerShape(kv_heads_of(config), head_dim, head_dim)] * count
+    shapes = [LayerShape(heads, head_dim, head_dim) for heads, head_dim in shapes_of(config)]
     for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
         if kind in ("conv", *RECURRENT_KINDS):
             shapes[layer] = LayerShape(1, config.hidden_size, 0)

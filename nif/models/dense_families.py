@@ -4,7 +4,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from genbatch.nif.models.architecture import NONE, PER_HEAD, SHARED, WHOLE, Architecture, Tensors, head_dim_of
+from genbatch.nif.models.architecture import (
+    NONE,
+    PER_HEAD,
+    SHARED,
+    WHOLE,
+    Architecture,
+    LayerEmbeddings,
+    Tensors,
+    head_dim_of,
+)
 
 
 def llama(config: Any) -> Architecture:
@@ -50,6 +59,21 @@ def _gemma2(config: Any) -> Architecture:
 def _gemma3(config: Any) -> Architecture:
     # transformers 5 hands no attention cap on for this one, though the configuration may name one.
     return replace(_gemma2(config), qk_norm=SHARED, score_cap=0.0)
+
+
+def gemma4(config: Any) -> Architecture:
+    """Norms without an offset, heads of two sizes, shared keys and values, embeddings of the layers' own."""
+    width = getattr(config, "hidden_size_per_layer_input", 0)
+    return replace(
+        _gemma(config),
+        score_scale=1.0,
+        norm_offset=0.0,
+        tensors=replace(_SANDWICH, scale="layer_scalar"),
+        qk_norm=SHARED,
+        value_norm=True,
+        logit_cap=config.final_logit_softcapping or 0.0,
+        layer_embeddings=LayerEmbeddings(width) if width else None,
+    )
 
 
 _FUSED = Tensors(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
@@ -192,6 +216,7 @@ DENSE_FAMILIES: dict[str, Callable[[Any], Architecture]] = {
     "GemmaForCausalLM": _gemma,
     "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,
+    "Gemma4UnifiedForCausalLM": gemma4,
     "Phi3ForCausalLM": _phi3,
     "Olmo2ForCausalLM": _olmo2,
     "GraniteForCausalLM": granite,

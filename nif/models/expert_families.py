@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from genbatch.nif.models.architecture import NONE, SHARED, WHOLE, Architecture, ExpertNames, Tensors
-from genbatch.nif.models.dense_families import ernie, llama, qwen3
+from genbatch.nif.models.dense_families import ernie, gemma4, llama, qwen3
 
 
 def _qwen3_moe(config: Any) -> Architecture:
@@ -91,6 +91,26 @@ def _mixtral(config: Any) -> Architecture:
     return replace(llama(config), experts=experts, tensors=Tensors(in_files=((".mlp.", ".block_sparse_moe."),)))
 
 
+def _gemma4(config: Any) -> Architecture:
+    if not config.enable_moe_block:
+        return gemma4(config)
+    experts = ExpertNames(
+        config.num_experts,
+        config.top_k_experts,
+        config.moe_intermediate_size,
+        router="router.proj",
+        whole=("experts.gate_up_proj", "experts.down_proj"),
+        scales="router.per_expert_scale",
+        own_norms=(
+            "router.scale",
+            "pre_feedforward_layernorm_2.weight",
+            "post_feedforward_layernorm_2.weight",
+            "post_feedforward_layernorm_1.weight",
+        ),
+    )
+    return replace(gemma4(config), experts=experts)
+
+
 def _gpt_oss(config: Any) -> Architecture:
     experts = ExpertNames(
         config.num_local_experts,
@@ -113,6 +133,7 @@ EXPERT_FAMILIES: dict[str, Callable[[Any], Architecture]] = {
     "Qwen3MoeForCausalLM": _qwen3_moe,
     "MixtralForCausalLM": _mixtral,
     "GptOssForCausalLM": _gpt_oss,
+    "Gemma4ForCausalLM": _gemma4,
     "Qwen2MoeForCausalLM": qwen2_moe,
     "OlmoeForCausalLM": _olmoe,
     "Glm4MoeForCausalLM": _glm4_moe,

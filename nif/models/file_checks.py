@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from genbatch.nif.errors import ModelError
-from genbatch.nif.models.architecture import Architecture
+from genbatch.nif.models.architecture import Architecture, kv_sources
 from genbatch.nif.models.architectures import ARCHITECTURES
 from genbatch.nif.models.weight_source import WeightSource, is_finite
 
@@ -334,6 +334,9 @@ def check_complete(
     for name, parameter in wanted.items():
         _check_shape(source, name, weights.shape(stored[name]), parameter)
     used = {stored[name] for name in wanted}
+    for layer in kv_sources(config):  # files have keys and values of such layers, which nobody reads
+        start = tensors.layer.format(layer)
+        used |= {f"{start}{name}.weight" for name in (*tensors.qkv[1:], tensors.k_norm)}
     if experts is not None:
         used |= {tensors.stored(name, names) for name in _expert_names(architecture, config.num_hidden_layers)}
     check_all_used(source, config, weights, used)

@@ -497,7 +497,7 @@ def _encoder(
 
 
 # Text models that run in torch without the parts around them.
-_TEXT_IN_TORCH = ("Gemma3nForCausalLM", "Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM")
+_TEXT_IN_TORCH = ("Gemma3nForCausalLM",)
 
 
 def _has_text_model(config: Any) -> bool:

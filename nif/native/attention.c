@@ -22,9 +22,9 @@ static void locate(const attention *a, const uint8_t *layer, const int32_t *tabl
     }
     const uint8_t *head = layer + table[block] * c->block_stride;
     if (c->kind == KV_I8)
-        int8_locate(c, a->head_dim, head, first, out);
+        int8_locate(a, head, first, out);
     else
-        float_locate(c, a->head_dim, head, first, out);
+        float_locate(a, head, first, out);
 }
 
 /* Asks for a chunk's keys and values while the one before is worked on: decoding reads each once, from far. */
@@ -33,9 +33,9 @@ static void fetch(const attention *a, const key_tile *tiles)
     for (int t = 0; t < CHUNK_TILES; t++) {
         if (!tiles[t].count) continue;
         if (a->cache->kind == KV_I8)
-            int8_fetch(a->cache, a->head_dim, &tiles[t]);
+            int8_fetch(a, &tiles[t]);
         else
-            float_fetch(a->cache, a->head_dim, &tiles[t]);
+            float_fetch(a, &tiles[t]);
     }
 }
 
@@ -97,7 +97,7 @@ static int first_key_of(const attention *a, int last_key)
 static void open_rows(const attention *a, int used, row_state *state)
 {
     const int size = padded_rows(used);
-    memset(state->outputs, 0, sizeof(float) * (size_t)(size * a->head_dim));
+    memset(state->outputs, 0, sizeof(float) * (size_t)(size * a->value_dim));
     state->sink_tokens = a->sink_tokens;
     state->used = used;
     for (int r = used; r < size; r++) {
@@ -110,7 +110,7 @@ static void open_rows(const attention *a, int used, row_state *state)
 
 static void start_row(const attention *a, int64_t token, int head, int last_key, row_state *state, int row)
 {
-    const float *query = a->queries + token * a->query_stride + head * a->head_dim;
+    const float *query = a->queries + token * a->query_stride + head * a->key_dim;
     state->last_key[row] = last_key;
     state->first_key[row] = first_key_of(a, last_key);
     if (a->cache->kind == KV_I8)
@@ -126,7 +126,7 @@ static void start_row(const attention *a, int64_t token, int head, int last_key,
 
 static void finish_row(const attention *a, const row_state *state, int row, int64_t token, int head)
 {
-    float *out = a->out + token * a->num_heads * a->head_dim + head * a->head_dim;
+    float *out = a->out + token * a->num_heads * a->value_dim + head * a->value_dim;
     if (a->cache->kind == KV_I8)
         int8_finish(a, state, row, out);
     else
@@ -201,8 +201,8 @@ void attention_together(const attention *a, const attention_entry *entries, int 
         open_rows(a, per_head, &own);
         for (int r = 0; r < per_head; r++) {
             start_row(a, entries[i].first_token, first_head + r, entries[i].kv_len - 1, &own, r);
-            memcpy(own.outputs + r * a->head_dim, common.outputs + (i * per_head + r) * a->head_dim,
-                   sizeof(float) * (size_t)a->head_dim);
+            memcpy(own.outputs + r * a->value_dim, common.outputs + (i * per_head + r) * a->value_dim,
+                   sizeof(float) * (size_t)a->value_dim);
             if (a->cache->kind == KV_I8)
                 int8_resume(&own, r, &common, i * per_head + r);
             else
@@ -224,13 +224,12 @@ void attention_fetch(const attention *a, const attention_entry *entry, int kv_he
     fetch(a, tiles);
 }
 
-void kv_write(const cache *c, int layer, int kv_head, int head_dim, int64_t slot, const float *key,
-              const float *value)
+void kv_write(const cache *c, const layer *l, int kv_head, int64_t slot, const float *key, const float *value)
 {
     int64_t block = slot / c->block_size, offset = slot % c->block_size;
-    uint8_t *head = c->base + layer * c->layer_stride + block * c->block_stride + kv_head * c->head_stride;
+    uint8_t *head = c->base + l->index_in_group * c->layer_stride + block * c->block_stride + kv_head * c->head_stride;
     if (c->kind == KV_I8)
-        int8_write(c, head_dim, head, offset, key, value);
+        int8_write(c, l, head, offset, key, value);
     else
-        float_write(c, head_dim, head, offset, key, value);
+        float_write(c, l, head, offset, key, value);
 }

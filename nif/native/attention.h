@@ -20,13 +20,13 @@ typedef struct {
 } key_tile;
 
 typedef struct {
-    float queries[MAX_HEAD_DIM * MAX_ROWS]; /* [head_dim][R]: one pointer serves all rows */
+    float queries[MAX_HEAD_DIM * MAX_ROWS]; /* [key_dim][R]: one pointer serves all rows */
     float weights[MAX_ROWS * CHUNK_KEYS];
     float maximum[MAX_ROWS], total[MAX_ROWS], rescale[MAX_ROWS];
 } float_rows;
 
 typedef struct {
-    int8_t queries[MAX_HEAD_DIM * MAX_ROWS]; /* [head_dim / 4][R][4] */
+    int8_t queries[MAX_HEAD_DIM * MAX_ROWS]; /* [key_dim / 4][R][4] */
     int32_t start[MAX_ROWS]; /* -128 times the sum of a row's queries */
     float scale[MAX_ROWS]; /* of the row's queries, times log2(e) */
     int32_t scores[MAX_ROWS * CHUNK_KEYS];
@@ -98,23 +98,23 @@ ALWAYS_INLINE bool sees_all(const row_state *s, int row, const key_tile *tiles)
 }
 
 /* attention_float.c: keys and values in float32 or bfloat16 */
-void float_locate(const cache *, int head_dim, const uint8_t *head, int first, key_tile *out);
-void float_fetch(const cache *, int head_dim, const key_tile *);
+void float_locate(const attention *, const uint8_t *head, int first, key_tile *out);
+void float_fetch(const attention *, const key_tile *);
 void float_start(const attention *, row_state *, int row, const float *query); /* NULL: a row that fills up */
 void float_sink(row_state *, int row, float score); /* of a row that has met no key */
 void float_resume(row_state *, int row, const row_state *from, int from_row);
 void float_chunk(const attention *, const key_tile *, row_state *);
 void float_finish(const attention *, const row_state *, int row, float *out);
-void float_write(const cache *, int head_dim, uint8_t *head, int64_t offset, const float *key, const float *value);
+void float_write(const cache *, const layer *, uint8_t *head, int64_t offset, const float *key, const float *value);
 
 /* attention_int8.c: both in 8 bits */
-void int8_locate(const cache *, int head_dim, const uint8_t *head, int first, key_tile *out);
-void int8_fetch(const cache *, int head_dim, const key_tile *);
+void int8_locate(const attention *, const uint8_t *head, int first, key_tile *out);
+void int8_fetch(const attention *, const key_tile *);
 void int8_start(const attention *, row_state *, int row, const float *query);
 void int8_sink(row_state *, int row, float score); /* of a row that has met no key */
 void int8_resume(row_state *, int row, const row_state *from, int from_row);
 void int8_chunk(const attention *, const key_tile *, row_state *);
 void int8_finish(const attention *, const row_state *, int row, float *out);
-void int8_write(const cache *, int head_dim, uint8_t *head, int64_t offset, const float *key, const float *value);
+void int8_write(const cache *, const layer *, uint8_t *head, int64_t offset, const float *key, const float *value);
 
 #endif

@@ -1,24 +1,26 @@
 /* Attention over keys and values in bfloat16 or float32; the products are made in float.
  *
  * A block holds, per layer and KV head, the keys transposed and then the values. With bfloat16:
- *     keys   [head_dim / 2][padded_keys][2]   16 keys' scores come at once, two dimensions a load
- *     values [block_size / 2][head_dim][2]    16 dimensions of two keys a load
- * and with float: keys [head_dim][padded_keys], values [block_size][head_dim]. (VDPBF16PS multiplies no faster than
+ *     keys   [key_dim / 2][padded_keys][2]   16 keys' scores come at once, two dimensions a load
+ *     values [block_size / 2][value_dim][2]    16 dimensions of two keys a load
+ * and with float: keys [key_dim][padded_keys], values [block_size][value_dim]. (VDPBF16PS multiplies no faster than
  * two FMAs here and would round the weights of the softmax.) Each score is a sum over ascending dimensions and each
  * output a sum over ascending keys. */
 #include "attention.h"
 
-void float_locate(const cache *c, int head_dim, const uint8_t *head, int first, key_tile *out)
+void float_locate(const attention *a, const uint8_t *head, int first, key_tile *out)
 {
+    const cache *c = a->cache;
     const int64_t size = c->kind == KV_F32 ? 4 : 2;
     out->keys = head + (c->kind == KV_F32 ? 1 : 2) * first * size;
-    out->values = head + c->values_offset + first * head_dim * size;
+    out->values = head + c->values_offset + first * a->value_dim * size;
 }
 
-void float_fetch(const cache *c, int head_dim, const key_tile *tile)
+void float_fetch(const attention *a, const key_tile *tile)
 {
-    const int64_t pitch = (int64_t)c->padded_keys * 4, bytes = (int64_t)head_dim * (c->kind == KV_F32 ? 4 : 2);
-    const int lines = c->kind == KV_F32 ? head_dim : head_dim / 2;
+    const cache *c = a->cache;
+    const int64_t pitch = (int64_t)c->padded_keys * 4, bytes = (int64_t)a->value_dim * (c->kind == KV_F32 ? 4 : 2);
+    const int lines = c->kind == KV_F32 ? a->key_dim : a->key_dim / 2;
     for (int i = 0; i < lines; i++) __builtin_prefetch(tile->keys + i * pitch);
     for (int64_t i = 0; i < tile->count * bytes; i += 64) __builtin_prefetch(tile->values + i);
 }
@@ -27,7 +29,7 @@ void float_start(const attention *a, row_state *state, int row, const float *que
 {
     const int size = padded_rows(state->used);
     float_rows *s = &state->as_float;
-    for (int d = 0; d < a->head_dim; d++) s->queries[d * size + row] = query ? query[d] : 0;
+    for (int d = 0; d < a->key_dim; d++) s->queries[d * size + row] = query ? query[d] : 0;
     s->maximum[row] = LOWEST;
     s->total[row] = 0;
     s->rescale[row] = 1.0f;
@@ -49,7 +51,7 @@ void float_resume(row_state *state, int row, const row_state *from, int from_row
 ALWAYS_INLINE void score(const int R, const int T, const bool bf16, const attention *a, const key_tile *tiles,
                          const float *queries, float *scores)
 {
-    const int D = a->head_dim;
+    const int D = a->key_dim;
     const int64_t pitch = (int64_t)a->cache->padded_keys * 4; /* bytes a dimension, or a pair of them */
     vf s[MAX_ROWS][4 * PARTS];
     UNROLL for (int r = 0; r < R; r++) UNROLL for (int t = 0; t < T * PARTS; t++) s[r][t] = (vf){0};
@@ -108,7 +110,7 @@ ALWAYS_INLINE void weigh(row_state *state, int row, const key_tile *tiles, const
 ALWAYS_INLINE void mix(const int R, const int C, const bool bf16, const attention *a, const key_tile *tiles,
                        row_state *state, int dimension)
 {
-    const int D = a->head_dim;
+    const int D = a->value_dim;
     vf o[MAX_ROWS][4 * PARTS];
     UNROLL for (int r = 0; r < R; r++) UNROLL for (int c = 0; c < C * PARTS; c++)
         o[r][c] = vf_load(state->outputs + r * D + dimension + c * VL) * state->as_float.rescale[r];
@@ -150,8 +152,8 @@ ALWAYS_INLINE void chunk(const int R, const bool bf16, const attention *a, const
             weigh(state, r, tiles, false);
     }
     int d = 0;
-    for (; d + C * LANES <= a->head_dim; d += C * LANES) mix(R, C, bf16, a, tiles, state, d);
-    for (; d < a->head_dim; d += LANES) mix(R, 1, bf16, a, tiles, state, d);
+    for (; d + C * LANES <= a->value_dim; d += C * LANES) mix(R, C, bf16, a, tiles, state, d);
+    for (; d < a->value_dim; d += LANES) mix(R, 1, bf16, a, tiles, state, d);
 }
 
 void float_chunk(const attention *a, const key_tile *tiles, row_state *state)
@@ -164,25 +166,24 @@ void float_chunk(const attention *a, const key_tile *tiles, row_state *state)
 
 void float_finish(const attention *a, const row_state *state, int row, float *out)
 {
-    const float *sums = state->outputs + row * a->head_dim;
-    for (int d = 0; d < a->head_dim; d++) out[d] = sums[d] / state->as_float.total[row];
+    const float *sums = state->outputs + row * a->value_dim;
+    for (int d = 0; d < a->value_dim; d++) out[d] = sums[d] / state->as_float.total[row];
 }
 
-void float_write(const cache *c, int head_dim, uint8_t *head, int64_t offset, const float *key, const float *value)
+void float_write(const cache *c, const layer *l, uint8_t *head, int64_t offset, const float *key, const float *value)
 {
+    const int K = l->key_dim, V = l->value_dim;
     if (c->kind == KV_F32) {
         float *keys = (float *)head + offset;
-        for (int d = 0; d < head_dim; d++) keys[(int64_t)d * c->padded_keys] = key[d];
-        memcpy(head + c->values_offset + offset * head_dim * 4, value, (size_t)head_dim * 4);
+        for (int d = 0; d < K; d++) keys[(int64_t)d * c->padded_keys] = key[d];
+        memcpy(head + c->values_offset + offset * V * 4, value, (size_t)V * 4);
     } else {
         uint16_t *keys = (uint16_t *)head + 2 * offset;
-        uint16_t *values = (uint16_t *)(head + c->values_offset) + offset / 2 * 2 * head_dim + offset % 2;
-        uint16_t narrow[2 * MAX_HEAD_DIM];
-        for (int d = 0; d < head_dim; d += VL) {
-            bf16_store(narrow + d, vf_load(key + d));
-            bf16_store(narrow + MAX_HEAD_DIM + d, vf_load(value + d));
-        }
-        for (int d = 0; d < head_dim; d += 2) memcpy(keys + (int64_t)d * c->padded_keys, narrow + d, 4);
-        for (int d = 0; d < head_dim; d++) values[2 * d] = narrow[MAX_HEAD_DIM + d];
+        uint16_t *values = (uint16_t *)(head + c->values_offset) + offset / 2 * 2 * V + offset % 2;
+        uint16_t narrow[MAX_HEAD_DIM];
+        for (int d = 0; d < K; d += VL) bf16_store(narrow + d, vf_load(key + d));
+        for (int d = 0; d < K; d += 2) memcpy(keys + (int64_t)d * c->padded_keys, narrow + d, 4);
+        for (int d = 0; d < V; d += VL) bf16_store(narrow + d, vf_load(value + d));
+        for (int d = 0; d < V; d++) values[2 * d] = narrow[d];
     }
 }

@@ -1,9 +1,9 @@
 /* Attention over keys and values in 8 bits: the sums over dimensions and over a chunk's keys are integers.
  *
  * A block holds, per layer and KV head,
- *     keys    [head_dim / 4][padded_keys][4]   value + 128: 16 keys' scores come at once, four dimensions a load
+ *     keys    [key_dim / 4][padded_keys][4]   value + 128: 16 keys' scores come at once, four dimensions a load
  *     factors [3][padded_keys]                 float: the key's scale, log2 of the value's scale, its inverse
- *     values  [block_size / 4][head_dim][4]    16 dimensions of four keys a load
+ *     values  [block_size / 4][value_dim][4]    16 dimensions of four keys a load
  * with a scale per token and KV head. The queries of a row take 8 bits by their own largest.
  *
  * The weight of key j would be exp(s_j), times the scale v_j of its value: that is 2^(s_j log2 e + log2 v_j), so the
@@ -18,19 +18,21 @@
 #define LOG2_LARGEST 7.9943534f /* log2(255) */
 #define SMALLEST 1e-20f /* scale of a value: smaller ones are zero for every purpose */
 
-void int8_locate(const cache *c, int head_dim, const uint8_t *head, int first, key_tile *out)
+void int8_locate(const attention *a, const uint8_t *head, int first, key_tile *out)
 {
+    const cache *c = a->cache;
     out->keys = head + 4 * first;
-    out->factors = (const float *)(head + (int64_t)c->padded_keys * head_dim) + first;
-    out->values = head + c->values_offset + first * head_dim;
+    out->factors = (const float *)(head + (int64_t)c->padded_keys * a->key_dim) + first;
+    out->values = head + c->values_offset + first * a->value_dim;
 }
 
-void int8_fetch(const cache *c, int head_dim, const key_tile *tile)
+void int8_fetch(const attention *a, const key_tile *tile)
 {
+    const cache *c = a->cache;
     const int64_t pitch = (int64_t)c->padded_keys * 4;
-    for (int i = 0; i < head_dim / 4; i++) __builtin_prefetch(tile->keys + i * pitch);
+    for (int i = 0; i < a->key_dim / 4; i++) __builtin_prefetch(tile->keys + i * pitch);
     for (int i = 0; i < 3; i++) __builtin_prefetch(tile->factors + i * c->padded_keys);
-    for (int64_t i = 0; i < tile->count * head_dim; i += 64) __builtin_prefetch(tile->values + i);
+    for (int64_t i = 0; i < tile->count * a->value_dim; i += 64) __builtin_prefetch(tile->values + i);
 }
 
 /* Writes x in steps of the scale that is returned, a 127th of its largest magnitude. */
@@ -50,11 +52,11 @@ void int8_start(const attention *a, row_state *state, int row, const float *quer
     const int size = padded_rows(state->used);
     int8_rows *s = &state->as_int8;
     int8_t integers[MAX_HEAD_DIM] = {0};
-    s->scale[row] = query ? quantize(query, a->head_dim, SMALLEST, integers) * LOG2_E : 0;
+    s->scale[row] = query ? quantize(query, a->key_dim, SMALLEST, integers) * LOG2_E : 0;
     int32_t sum = 0;
-    for (int d = 0; d < a->head_dim; d++) sum += integers[d];
+    for (int d = 0; d < a->key_dim; d++) sum += integers[d];
     s->start[row] = -128 * sum;
-    for (int d = 0; d < a->head_dim; d += 4) memcpy(s->queries + d * size + 4 * row, integers + d, 4);
+    for (int d = 0; d < a->key_dim; d += 4) memcpy(s->queries + d * size + 4 * row, integers + d, 4);
     s->maximum[row] = s->chunk_maximum[row] = LOWEST;
     vf_store(s->totals + row * VL, (vf){0});
 }
@@ -89,7 +91,7 @@ ALWAYS_INLINE void score(const int R, const int T, const attention *a, const key
     vi s[MAX_ROWS][4 * PARTS];
     UNROLL for (int r = 0; r < R; r++) UNROLL for (int t = 0; t < T * PARTS; t++) s[r][t] = vi_set1(rows->start[r]);
     const int8_t *q = rows->queries;
-    for (int line = 0; line < a->head_dim / 4; line++, q += 4 * R) {
+    for (int line = 0; line < a->key_dim / 4; line++, q += 4 * R) {
         vi keys[4 * PARTS];
         UNROLL for (int t = 0; t < T * PARTS; t++)
             keys[t] = vi_load(tiles[t / PARTS].keys + line * pitch + t % PARTS * (4 * VL));
@@ -159,7 +161,7 @@ ALWAYS_INLINE void join(const int R, int8_rows *s)
 ALWAYS_INLINE void mix(const int R, const int C, const attention *a, const key_tile *tiles, row_state *state,
                        int dimension)
 {
-    const int D = a->head_dim;
+    const int D = a->value_dim;
     const int8_rows *s = &state->as_int8;
     vi o[MAX_ROWS][4 * PARTS];
     UNROLL for (int r = 0; r < R; r++) UNROLL for (int c = 0; c < C * PARTS; c++) o[r][c] = (vi){0};
@@ -194,8 +196,8 @@ ALWAYS_INLINE void chunk(const int R, const attention *a, const key_tile *tiles,
     }
     join(R, s);
     int d = 0;
-    for (; d + C * LANES <= a->head_dim; d += C * LANES) mix(R, C, a, tiles, state, d);
-    for (; d < a->head_dim; d += LANES) mix(R, 1, a, tiles, state, d);
+    for (; d + C * LANES <= a->value_dim; d += C * LANES) mix(R, C, a, tiles, state, d);
+    for (; d < a->value_dim; d += LANES) mix(R, 1, a, tiles, state, d);
 }
 
 void int8_chunk(const attention *a, const key_tile *tiles, row_state *state)
@@ -208,24 +210,25 @@ void int8_chunk(const attention *a, const key_tile *tiles, row_state *state)
 void int8_finish(const attention *a, const row_state *state, int row, float *out)
 {
     const float total = vf_sum(vf_load(state->as_int8.totals + row * VL));
-    for (int d = 0; d < a->head_dim; d++) out[d] = state->outputs[row * a->head_dim + d] / total;
+    for (int d = 0; d < a->value_dim; d++) out[d] = state->outputs[row * a->value_dim + d] / total;
 }
 
-void int8_write(const cache *c, int head_dim, uint8_t *head, int64_t offset, const float *key, const float *value)
+void int8_write(const cache *c, const layer *l, uint8_t *head, int64_t offset, const float *key, const float *value)
 {
+    const int K = l->key_dim, V = l->value_dim;
     int8_t integers[MAX_HEAD_DIM];
-    float *factors = (float *)(head + (int64_t)c->padded_keys * head_dim) + offset;
-    factors[0] = quantize(key, head_dim, SMALLEST, integers);
+    float *factors = (float *)(head + (int64_t)c->padded_keys * K) + offset;
+    factors[0] = quantize(key, K, SMALLEST, integers);
     uint8_t *keys = head + 4 * offset;
-    for (int d = 0; d < head_dim; d += 4) {
+    for (int d = 0; d < K; d += 4) {
         uint32_t four;
         memcpy(&four, integers + d, 4);
         four ^= 0x80808080;
         memcpy(keys + (int64_t)d * c->padded_keys, &four, 4);
     }
-    float scale = quantize(value, head_dim, SMALLEST, integers);
+    float scale = quantize(value, V, SMALLEST, integers);
     factors[c->padded_keys] = log2f(scale);
     factors[2 * c->padded_keys] = 1.0f / scale;
-    uint8_t *values = head + c->values_offset + offset / 4 * 4 * head_dim + offset % 4;
-    for (int d = 0; d < head_dim; d++) values[4 * d] = (uint8_t)integers[d];
+    uint8_t *values = head + c->values_offset + offset / 4 * 4 * V + offset % 4;
+    for (int d = 0; d < V; d++) values[4 * d] = (uint8_t)integers[d];
 }

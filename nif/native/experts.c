@@ -92,7 +92,7 @@ void experts_choose(const experts *x, const choice *c, int64_t token)
     for (int n = 0; n < chosen; n++) total += weights[n] = scores[ids[n]];
     for (int n = 0; n < chosen; n++) {
         if (x->normalised) weights[n] /= total > LEAST_TOTAL ? total : LEAST_TOTAL;
-        weights[n] *= x->scale;
+        weights[n] *= x->scales ? x->scales[ids[n]] * x->scale : x->scale;
     }
     for (int n = 0; n < x->shared; n++) ids[chosen + n] = count + n, weights[chosen + n] = shared;
 }

@@ -7,7 +7,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define ABI_VERSION 13 /* bumped with any change to the structs below or to what Python calls; library.py compares */
+#define ABI_VERSION 14 /* bumped with any change to the structs below or to what Python calls; library.py compares */
 #define SMALLEST_GROUP 16 /* inputs of a linear that share a scale, at least */
 #define COLUMNS 32 /* output columns of one weight block */
 #define MAX_GROUPS 4 /* layer groups */
@@ -103,8 +103,12 @@ typedef struct {
     int32_t sigmoid; /* whether a score's weight is its sigmoid, and not its share */
     int32_t groups, best_groups; /* experts come from the best groups alone; 1 and 1: from all */
     const float *correction; /* [count - shared], added to weights where experts are chosen; or NULL */
+    const float *scales; /* [count - shared], of each one's weight; or NULL */
+    norm router_norm; /* of the router's input, where it is not the MLP's; or NULL */
+    norm input_norm; /* of the experts' input, with a norm of the router's own */
+    norm sum_norm, beside_norm; /* of the sum of experts, and of what the MLP beside them gives; or NULL: there is none */
     float scale; /* of the chosen ones' weights */
-    int32_t pad;
+    int32_t intermediate; /* of one of them */
 } experts;
 
 /* Heads that each keep a matrix of keys by values, which every token decays and adds to. A token's row of the linear `qkv`
@@ -130,7 +134,9 @@ typedef struct {
     linear gate_up, down; /* gate_up: the ups alone where the model has no gates; neither is used with experts */
     norm attention_norm, mlp_norm; /* of what goes in */
     norm attention_post, mlp_post; /* of what comes out, before it is added to the residual */
-    norm q_norm, k_norm;
+    norm q_norm, k_norm, v_norm;
+    linear input_gate, input_projection; /* of the layer's own embedding of each token, if the model has some */
+    norm input_post; /* of what the projection gives */
     const float *sinks; /* [num_heads], a score that takes weight and gives no value; or NULL */
     const float *taps; /* [window, hidden]: the layer convolves, and qkv gives gates, factors, inputs; NULL: it attends */
     const float *tap_bias; /* [hidden], or NULL */
@@ -140,26 +146,41 @@ typedef struct {
     int32_t index_in_group;
     int32_t window; /* positions attended to; INT32_MAX for all */
     int32_t rope; /* its table; -1: positions are not rotated */
-    int32_t intermediate; /* of the MLP, or of an expert */
+    int32_t rotary_dim; /* leading elements of a head that are rotated */
+    int32_t num_kv_heads, key_dim, value_dim; /* heads of keys and values, and their elements */
+    int32_t shares; /* whether it reads what an earlier layer wrote at its place, and `qkv` gives queries alone */
+    int32_t intermediate; /* of the MLP */
     int32_t sink_tokens; /* first positions that are attended to beside the window */
+    float scale; /* of what the layer gives */
 } layer;
 
+/* Rows of embeddings: WEIGHT_F32 or WEIGHT_BF16, row-major; or blocks as in a part. */
 typedef struct {
-    int32_t hidden, intermediate, num_heads, num_kv_heads, head_dim, num_layers, vocab_size, num_groups;
+    const void *rows;
+    int32_t kind;
+    int32_t width; /* of a row */
+    int32_t count; /* rows; an id beyond them has the first */
+    float scale;
+} table;
+
+typedef struct {
+    int32_t hidden, intermediate, num_heads, num_layers, vocab_size, num_groups;
     int32_t norm_kind, qk_norm, activation;
     int32_t gated; /* whether the MLP multiplies its activations with ups */
     int32_t parallel; /* whether the MLP reads what attention reads, and not what attention made of it */
-    int32_t rotary_dim; /* leading elements of a head that are rotated */
-    int32_t interleaved; /* whether neighbours are rotated together, or the halves of rotary_dim */
+    int32_t interleaved; /* whether neighbours are rotated together, or the halves of what is rotated */
     int32_t num_ropes;
     int32_t gated_attention; /* whether `qkv` gives gates too, the sigmoid of which multiplies what attention gives */
     float norm_eps, score_scale;
     float score_cap, logit_cap; /* x becomes cap * tanh(x / cap); 0: as it is */
-    float embedding_scale, residual_scale; /* of a token's embedding, of what is added to the residual */
+    float residual_scale; /* of what is added to the residual */
     float logit_divisor;
     float gate_slope, gate_limit; /* of CLAMPED_SWIGLU */
-    int32_t embedding_kind; /* WEIGHT_F32 or WEIGHT_BF16, row-major [vocab, hidden]; or blocks as in a part */
-    const void *embedding;
+    int32_t layer_width; /* of an embedding that a layer has of its own; 0: none has */
+    float inputs_scale, joined_scale; /* of what `inputs` gives; of its norm and a layer's embedding together */
+    table embedding, layer_embedding; /* the second: all layers' embeddings of a token in one row */
+    linear inputs; /* from a token's embedding to what is added to each layer's own */
+    norm inputs_norm; /* [layer_width] */
     norm embedding_norm, final_norm;
     const layer *layers;
     linear head;
@@ -207,7 +228,7 @@ typedef struct {
     const int32_t *block_tables[MAX_GROUPS]; /* [num_entries, table_width] */
     int32_t table_width[MAX_GROUPS];
     const int64_t *logit_rows; /* [num_logit_rows] */
-    const float *cosines[MAX_ROPES], *sines[MAX_ROPES]; /* [num_positions, rotary_dim / 2] */
+    const float *cosines[MAX_ROPES], *sines[MAX_ROPES]; /* [num_positions, rotary_dim / 2] of the layers with the table */
     float *logits; /* [num_logit_rows, vocab_size], or NULL: not wanted */
     largest *best; /* [num_logit_rows], or NULL */
     int32_t num_adapters, lora_ranks; /* the second: most ranks of any linear */
@@ -327,8 +348,8 @@ norm_factors norm_look(const model *, const float *x, int64_t size); /* what nor
 /* out[from .. to) of the row's norm; `out` may be `x`. Parts together are, to the bit, the whole. */
 void norm_part(const model *, const norm *, norm_factors, const float *x, int64_t from, int64_t to, float *out);
 void norm_row(const model *, const norm *, const float *x, int64_t size, float *out);
-void embed_row(const model *, int64_t at, float *out);
-norm head_norm(const model *, const norm *, int head);
+void embed_row(const table *, int64_t id, float *out); /* scaled */
+norm head_norm(const model *, const norm *, int head, int head_dim);
 void rope(const model *, const layer *, const step *, float *head, const norm *, int64_t position, float scale);
 /* The inputs [from, to), whole groups, of a row of `size` in the form that a linear multiplies. */
 void rows_put_part(int kind, const rows *, int64_t row, const float *x, int64_t size, int64_t from, int64_t to);
@@ -339,6 +360,7 @@ void activate(const model *, const float *sums, int64_t count, float *out, int64
 void logits_finish(const model *, float *sums, int64_t count); /* of a head without a bias */
 void multiply_sigmoid(const float *gates, int64_t count, float *out);
 void multiply_silu(const float *gates, int64_t count, float *out);
+void multiply_activated(const model *, const float *gates, int64_t count, float *out); /* out[i] *= activation(gates[i]) */
 
 /* experts.c */
 typedef struct {
@@ -369,16 +391,15 @@ void experts_group(const experts *, choice *, int64_t num_tokens, int64_t most);
 
 /* attention.c */
 typedef struct {
-    const float *queries; /* [token][num_heads * head_dim] at `stride`, roped and scaled */
-    float *out; /* [token, num_heads * head_dim] */
+    const float *queries; /* [token][num_heads * key_dim] at `stride`, roped and scaled */
+    float *out; /* [token, num_heads * value_dim] */
     int64_t query_stride;
     const cache *cache;
     const float *sinks; /* [num_heads], or NULL */
     float score_cap; /* 0: none */
-    int32_t layer, num_heads, num_kv_heads, head_dim, window, sink_tokens;
+    int32_t layer, num_heads, num_kv_heads, key_dim, value_dim, window, sink_tokens;
 } attention;
-void kv_write(const cache *, int layer, int kv_head, int head_dim, int64_t slot, const float *key,
-              const float *value);
+void kv_write(const cache *, const layer *, int kv_head, int64_t slot, const float *key, const float *value);
 typedef struct {
     int64_t first_token;
     int32_t query_len, kv_len;

@@ -13,7 +13,7 @@ import torch
 
 from genbatch.nif.native.build import NativeUnavailable, build_library
 
-ABI_VERSION = 13
+ABI_VERSION = 14
 COLUMNS = 32
 LORA_COLUMNS = 16
 LORA_QKV, LORA_OUT, LORA_GATE_UP, LORA_DOWN, LORA_PLACES = range(5)
@@ -130,8 +130,13 @@ class Experts(Structure):
         ("groups", c_int32),
         ("best_groups", c_int32),
         ("correction", c_void_p),
+        ("scales", c_void_p),
+        ("router_norm", Norm),
+        ("input_norm", Norm),
+        ("sum_norm", Norm),
+        ("beside_norm", Norm),
         ("scale", c_float),
-        ("pad", c_int32),
+        ("intermediate", c_int32),
     )
 
 
@@ -173,6 +178,10 @@ class Layer(Structure):
         ("mlp_post", Norm),
         ("q_norm", Norm),
         ("k_norm", Norm),
+        ("v_norm", Norm),
+        ("input_gate", Linear),
+        ("input_projection", Linear),
+        ("input_post", Norm),
         ("sinks", c_void_p),
         ("taps", c_void_p),
         ("tap_bias", c_void_p),
@@ -182,8 +191,26 @@ class Layer(Structure):
         ("index_in_group", c_int32),
         ("window", c_int32),
         ("rope", c_int32),
+        ("rotary_dim", c_int32),
+        ("num_kv_heads", c_int32),
+        ("key_dim", c_int32),
+        ("value_dim", c_int32),
+        ("shares", c_int32),
         ("intermediate", c_int32),
         ("sink_tokens", c_int32),
+        ("scale", c_float),
+    )
+
+
+class Table(Structure):
+    """Rows of embeddings."""
+
+    _fields_ = (
+        ("rows", c_void_p),
+        ("kind", c_int32),
+        ("width", c_int32),
+        ("count", c_int32),
+        ("scale", c_float),
     )
 
 
@@ -194,8 +221,6 @@ class ModelStruct(Structure):
         ("hidden", c_int32),
         ("intermediate", c_int32),
         ("num_heads", c_int32),
-        ("num_kv_heads", c_int32),
-        ("head_dim", c_int32),
         ("num_layers", c_int32),
         ("vocab_size", c_int32),
         ("num_groups", c_int32),
@@ -204,7 +229,6 @@ class ModelStruct(Structure):
         ("activation", c_int32),
         ("gated", c_int32),
         ("parallel", c_int32),
-        ("rotary_dim", c_int32),
         ("interleaved", c_int32),
         ("num_ropes", c_int32),
         ("gated_attention", c_int32),
@@ -212,13 +236,17 @@ class ModelStruct(Structure):
         ("score_scale", c_float),
         ("score_cap", c_float),
         ("logit_cap", c_float),
-        ("embedding_scale", c_float),
         ("residual_scale", c_float),
         ("logit_divisor", c_float),
         ("gate_slope", c_float),
         ("gate_limit", c_float),
-        ("embedding_kind", c_int32),
-        ("embedding", c_void_p),
+        ("layer_width", c_int32),
+        ("inputs_scale", c_float),
+        ("joined_scale", c_float),
+        ("embedding", Table),
+        ("layer_embedding", Table),
+        ("inputs", Linear),
+        ("inputs_norm", Norm),
         ("embedding_norm", Norm),
         ("final_norm", Norm),
         ("layers", POINTER(Layer)),

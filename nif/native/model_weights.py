@@ -20,13 +20,15 @@ from genbatch.nif.models.architecture import (
     Architecture,
     ConvolutionNames,
     ExpertNames,
+    LayerEmbeddings,
     RecurrenceNames,
     SomeRows,
     gated_rows,
-    head_dim_of,
-    kv_heads_of,
+    kv_sources,
+    qkv_names,
+    shapes_of,
 )
-from genbatch.nif.models.architectures import ARCHITECTURES
+from genbatch.nif.models.architectures import ARCHITECTURES, layer_shapes
 from genbatch.nif.models.loaded_model import module_shape
 from genbatch.nif.models.warm_model import KeptConfig
 from genbatch.nif.models.weight_source import ModuleWeights, StoredTensor, WeightSource, bytes_per_row
@@ -47,9 +49,11 @@ from genbatch.nif.native.library import (
     ModelStruct,
     Norm,
     StateLayer,
+    Table,
     native_library,
 )
 from genbatch.nif.native.weights import WeightPacker, interleave_gate_up, stored_kind
+from genbatch.nif.runner import LayerGroup
 
 if TYPE_CHECKING:
     from genbatch.nif.models.loaded_model import Model
@@ -78,7 +82,7 @@ class RopeTables:
 
     Attributes:
         kinds: the kinds of layers (transformers' `layer_types`) by table; (None,) where all layers share one.
-        rotary_dim: elements of a head that are rotated.
+        rotary_dims: elements of a head that are rotated, by table.
         max_position: as above.
     """
 
@@ -88,7 +92,7 @@ class RopeTables:
         self.kinds: tuple[str | None, ...] = tuple(sorted(parameters)) if nested else (None,)
         self.max_position = max_position
         self._frequencies = [_frequencies(config, kind, partial=partial) for kind in self.kinds]
-        self.rotary_dim = 2 * self._frequencies[0][0].numel()
+        self.rotary_dims = [2 * frequencies.numel() for frequencies, _ in self._frequencies]
         self._tables: list[RopeTable] = []
 
     def up_to(self, num_positions: int) -> list[RopeTable]:
@@ -120,7 +124,8 @@ def _frequencies(config: Any, kind: str | None, *, partial: bool) -> tuple[torch
 
         frequencies, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"), layer_type=kind)
         return frequencies.float(), float(scale)
-    size = head_dim_of(config)
+    shapes, kinds = shapes_of(config), getattr(config, "layer_types", None) or ()
+    size = shapes[kinds.index(kind) if kind in kinds else 0][1]
     size = int(size * parameters.get("partial_rotary_factor", 1.0)) if partial else size
     return 1.0 / parameters["rope_theta"] ** (torch.arange(0, size, 2).float() / size), 1.0
 
@@ -152,11 +157,11 @@ def check_supported(model: "Model") -> Architecture:
     if architecture.activation not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
         raise NativeUnavailable(f"the activation is {architecture.activation}; the kernels compute {known}")
-    head_dim = head_dim_of(config)
-    if head_dim % _HEAD_DIM_STEP or head_dim > MAX_HEAD_DIM:
-        raise NativeUnavailable(
-            f"heads of {head_dim} elements; the kernels take multiples of {_HEAD_DIM_STEP} up to {MAX_HEAD_DIM}"
-        )
+    for _, head_dim in shapes_of(config):
+        if head_dim % _HEAD_DIM_STEP or head_dim > MAX_HEAD_DIM:
+            raise NativeUnavailable(
+                f"heads of {head_dim} elements; the kernels take multiples of {_HEAD_DIM_STEP} up to {MAX_HEAD_DIM}"
+            )
     if config.hidden_size % 2 or getattr(config, "intermediate_size", 0) % 2:
         raise NativeUnavailable("hidden and intermediate sizes must be even")
     experts = architecture.experts
@@ -215,6 +220,7 @@ class ModelWeights:
         self.quantize = quantize
         plain = WEIGHT_BF16 if model.dtype == torch.bfloat16 else WEIGHT_F32
         self.kind = plain if quantize == "none" else WEIGHT_I8
+        self.groups: tuple[LayerGroup, ...] = ()  # of the layers that write keys and values
         try:
             self._pack(model, architecture, plain, WEIGHT_U4 if quantize == "int4" else self.kind)
         except TensorError as fault:
@@ -227,43 +233,39 @@ class ModelWeights:
         packer = WeightPacker(self.library, available_cores())
         self._loader = loader = _Loader(model, architecture, source, packer, matrices)
         self.layers = layers = (Layer * config.num_hidden_layers)()
+        sources = kv_sources(config)
         for group_id, group in enumerate(model.groups):
             window = ALL_POSITIONS if group.window is None else group.window
-            for index, layer in enumerate(group.layers):
+            writers = [layer for layer in group.layers if layer not in sources]
+            self.groups += (replace(group, layers=tuple(writers)),)
+            for layer in group.layers:
                 layers[layer] = loader.layer(layer)
-                layers[layer].group, layers[layer].index_in_group, layers[layer].window = group_id, index, window
-                layers[layer].sink_tokens = group.sink_tokens
-                layers[layer].rope = self._rope_of(layer, architecture)
+                layers[layer].group, layers[layer].window = group_id, window
+                layers[layer].index_in_group = writers.index(sources.get(layer, layer))
+                layers[layer].shares, layers[layer].sink_tokens = layer in sources, group.sink_tokens
+                layers[layer].rope = rope = self._rope_of(layer, architecture)
+                layers[layer].rotary_dim = 0 if rope < 0 else self.rope.rotary_dims[rope]
                 source.release()  # otherwise the file's pages would stay in memory beside the packed weights
         tensors = architecture.tensors
         embedding = loader.tensor(f"{tensors.embedding}.weight")
         tied = model.weights is not None and _is_tied(config, source, loader, architecture)
         # In 8 bits where the rest has 4: it decides between near ties.
         head = loader.linear([tensors.embedding if tied else tensors.head], _I8_HEAD_GROUP, self.kind)
-        as_stored = stored_kind(plain, embedding)
-        if as_stored is None:
-            self._embedding = embedding.whole().to(model.dtype).contiguous()  # read a row at a time
-            embedding_kind, address = plain, self._embedding.data_ptr()
-        elif tied and head.num_parts:
-            embedding_kind, address = as_stored, head.parts[0].weights
-        else:
-            rows = embedding.addresses()
-            embedding_kind, address = as_stored, packer.blocks(as_stored, rows, config.hidden_size, embedding.name)
+        table = loader.table(embedding, architecture.embedding_scale, head if tied else None)
+        inner = [layer.experts.contents.intermediate for layer in layers if layer.experts]
+        own = architecture.layer_embeddings
         self.struct = ModelStruct(
             hidden=config.hidden_size,
-            intermediate=max(layer.intermediate for layer in layers),
+            intermediate=max(*inner, *(layer.intermediate for layer in layers), 0 if own is None else own.width),
             num_heads=config.num_attention_heads,
-            num_kv_heads=loader.num_kv_heads,
-            head_dim=head_dim_of(config),
             num_layers=len(layers),
             vocab_size=model.vocab_size,
-            num_groups=len(model.groups),
+            num_groups=len(self.groups),
             norm_kind=int(architecture.layer_norm),
             qk_norm=architecture.qk_norm,
             activation=ACTIVATIONS[architecture.activation],
             gated=architecture.gated,
             parallel=architecture.parallel,
-            rotary_dim=self.rope.rotary_dim,
             interleaved=architecture.interleaved,
             num_ropes=len(self.rope.kinds),
             gated_attention=architecture.gated_attention,
@@ -271,20 +273,26 @@ class ModelWeights:
             score_scale=architecture.score_scale,
             score_cap=architecture.score_cap,
             logit_cap=architecture.logit_cap,
-            # transformers keeps this one in the weights' dtype.
-            embedding_scale=torch.tensor(architecture.embedding_scale, dtype=model.dtype).item(),
             residual_scale=architecture.residual_scale,
             logit_divisor=architecture.logit_divisor,
             gate_slope=architecture.gate_slope,
             gate_limit=architecture.gate_limit,
-            embedding_kind=embedding_kind,
-            embedding=address,
+            embedding=table,
             embedding_norm=loader.norm(tensors.embedding_norm),
             final_norm=loader.norm(tensors.final_norm),
             layers=layers,
             head=head,
         )
+        if own is not None:
+            self._layer_embeddings(own)
         source.release()
+
+    def _layer_embeddings(self, names: LayerEmbeddings) -> None:
+        loader, struct, width = self._loader, self.struct, names.width
+        struct.layer_width = width
+        struct.layer_embedding = loader.table(loader.tensor(f"{names.table}.weight"), width**0.5)
+        struct.inputs, struct.inputs_norm = loader.linear([names.projection[0]]), loader.norm(names.projection[1])
+        struct.inputs_scale, struct.joined_scale = struct.hidden**-0.5, 2**-0.5
 
     def _rope_of(self, layer: int, architecture: Architecture) -> int:
         """Return the index of a layer's table; -1 for none."""
@@ -312,7 +320,8 @@ class _Loader:
         # What the module has, the source must have in the same shape; only experts may be merged in one of them.
         self._shapes = module_shape(model).tensors
         self._held: list[Any] = []  # keeps the structs' targets in memory
-        self.num_kv_heads = kv_heads_of(self._config)
+        self._plain, self._dtype = WEIGHT_BF16 if model.dtype == torch.bfloat16 else WEIGHT_F32, model.dtype
+        self._cached = layer_shapes(self._config)
 
     def layer(self, index: int) -> Layer:
         """Build one layer; the caller sets its place in a group and its rotary table."""
@@ -323,7 +332,12 @@ class _Loader:
             kind = WEIGHT_I8
         convolution = self._architecture.convolution
         convolves = convolution is not None and index in convolution.layers
+        shape = self._cached[index]
         layer = Layer(
+            num_kv_heads=shape.num_kv_heads,
+            key_dim=shape.key_dim,
+            value_dim=shape.value_dim,
+            scale=1.0 if tensors.scale is None else self.tensor(start + tensors.scale).whole().item(),
             attention_norm=self.norm(tensors.attention_norm, start),
             mlp_norm=self.norm(tensors.mlp_norm, start),
             attention_post=self.norm(tensors.attention_post, start),
@@ -336,10 +350,15 @@ class _Loader:
             self._recurrence(layer, start, recurrence, kind)
         else:
             self._attention(layer, start, kind)
-        if experts is not None and (experts.layers is None or index in experts.layers):
-            layer.intermediate = experts.intermediate
+        own = self._architecture.layer_embeddings
+        if own is not None:
+            layer.input_gate = self.linear([start + own.gate])
+            layer.input_projection = self.linear([start + own.back])
+            layer.input_post = self.norm(own.post, start)
+        mixes = experts is not None and (experts.layers is None or index in experts.layers)
+        if experts is not None and mixes:
             layer.experts = self._experts(start, experts, kind)
-        else:
+        if experts is None or not mixes or experts.own_norms:
             layer.intermediate = self.tensor(f"{start}{tensors.down}.weight").shape[1]
             layer.gate_up = self._gate_up([start + name for name in tensors.gate_up])
             layer.down = self.linear([start + tensors.down], kind=kind)
@@ -347,10 +366,14 @@ class _Loader:
 
     def _attention(self, layer: Layer, start: str, kind: int) -> None:
         tensors = self._architecture.tensors
-        layer.qkv = self._qkv([start + name for name in tensors.qkv], kind)
+        names = qkv_names([start + name for name in tensors.qkv], self._shapes)
+        layer.qkv = self._qkv(names, layer, kind)
         layer.out = self.linear([start + tensors.out])
         layer.q_norm = self._head_norm(start + tensors.q_norm, self._config.num_attention_heads)
-        layer.k_norm = self._head_norm(start + tensors.k_norm, self.num_kv_heads)
+        if len(names) > 1 or len(tensors.qkv) == 1:
+            layer.k_norm = self._head_norm(start + tensors.k_norm, layer.num_kv_heads)
+        if self._architecture.value_norm:
+            layer.v_norm = Norm(self._packer.put_floats(torch.ones(layer.value_dim)))
         if tensors.sinks is not None:
             layer.sinks = self._packer.vector(self.tensor(start + tensors.sinks))
 
@@ -431,12 +454,26 @@ class _Loader:
         matrices = [self.tensor(f"{name}.weight") for name in names]
         return self._pack(matrices, [self._bias(name) for name in names], group=group, kind=kind)
 
-    def _qkv(self, names: Sequence[str], kind: int) -> Linear:
+    def table(self, tensor: StoredTensor, scale: float, packed: Linear | None = None) -> Table:
+        """Build a table of embeddings, from the blocks of a head that shares them if there are some."""
+        kind = stored_kind(self._plain, tensor)
+        if kind is None:
+            whole = tensor.whole().to(self._dtype).contiguous()  # read a row at a time
+            self._held.append(whole)
+            kind, address = self._plain, whole.data_ptr()
+        elif packed is not None and packed.num_parts:
+            address = packed.parts[0].weights
+        else:
+            address = self._packer.blocks(kind, tensor.addresses(), tensor.shape[1], tensor.name)
+        # transformers keeps the scale in the weights' dtype.
+        return Table(address, kind, tensor.shape[1], tensor.shape[0], torch.tensor(scale, dtype=self._dtype).item())
+
+    def _qkv(self, names: Sequence[str], layer: Layer, kind: int) -> Linear:
         if self._architecture.gated_attention:
             return self._rows_of("", gated_rows(names, self._config), kind)
         if not self._architecture.qkv_by_head:
             return self.linear(names, kind=kind)
-        head_dim, kv_heads = head_dim_of(self._config), self.num_kv_heads
+        head_dim, kv_heads = layer.key_dim, layer.num_kv_heads
         per_head = self._config.num_attention_heads // kv_heads
         rows = np.arange((per_head + 2) * kv_heads * head_dim).reshape(kv_heads, per_head + 2, head_dim)
         order = np.concatenate([rows[:, :per_head].ravel(), rows[:, per_head].ravel(), rows[:, per_head + 1].ravel()])
@@ -468,7 +505,12 @@ class _Loader:
         routers = [f"{start}{name}" for name in (experts.router, experts.shared_gate) if name is not None]
         correction = None
         if experts.correction is not None:
-            correction = self._packer.put_floats(self.tensor(start + experts.correction).whole().flatten())
+            correction = self._floats(start + experts.correction)
+        own = [self._floats(start + name) for name in experts.own_norms]
+        if own:  # the first one has a factor of its own
+            whole = self.tensor(start + experts.own_norms[0]).whole().flatten() * self._config.hidden_size**-0.5
+            own[0] = self._packer.put_floats(whole)
+        norms = ("router_norm", "input_norm", "sum_norm", "beside_norm")
         struct = Experts(
             # Always keep the router in float32, because rounding must not change a token's experts.
             router=self._pack(
@@ -485,7 +527,10 @@ class _Loader:
             groups=experts.groups[0],
             best_groups=experts.groups[1],
             correction=correction,
+            scales=None if experts.scales is None else self._floats(start + experts.scales),
             scale=experts.scale,
+            intermediate=experts.intermediate,
+            **{name: Norm(address) for name, address in zip(norms, own, strict=False)},
         )
         self._held += [gate_up, down, struct]
         return ctypes.pointer(struct)
@@ -554,6 +599,9 @@ class _Loader:
 
     def _bias(self, name: str) -> torch.Tensor | None:
         return self.tensor(f"{name}.bias").whole() if f"{name}.bias" in self._shapes else None
+
+    def _floats(self, name: str) -> int:
+        return self._packer.put_floats(self.tensor(name).whole().flatten())
 
     def _head_norm(self, name: str, heads: int) -> Norm:
         kind = self._architecture.qk_norm

@@ -59,30 +59,31 @@ void norm_row(const model *m, const norm *n, const float *x, int64_t size, float
     norm_part(m, n, norm_look(m, x, size), x, 0, size, out);
 }
 
-/* The embedding that begins at `at` of a table in whatever form. */
-void embed_row(const model *m, int64_t at, float *out)
+/* A token's embedding out of a table in whatever form. */
+void embed_row(const table *t, int64_t id, float *out)
 {
-    if (m->embedding_kind == WEIGHT_F32) {
-        memcpy(out, (const float *)m->embedding + at, sizeof(float) * (size_t)m->hidden);
-        return;
+    if (id >= t->count) id = 0;
+    const int64_t at = id * t->width;
+    if (t->kind == WEIGHT_F32) {
+        memcpy(out, (const float *)t->rows + at, sizeof(float) * (size_t)t->width);
+    } else if (t->kind > WEIGHT_U4) {
+        const uint8_t *block = (const uint8_t *)t->rows + id / COLUMNS * stored_block_bytes(t->kind, t->width);
+        stored_row(t->kind, block, t->width, (int)(id % COLUMNS), out);
+    } else {
+        const uint16_t *row = (const uint16_t *)t->rows + at;
+        for (int64_t i = 0; i < t->width; i++) {
+            uint32_t bits = (uint32_t)row[i] << 16;
+            memcpy(out + i, &bits, 4);
+        }
     }
-    if (m->embedding_kind > WEIGHT_U4) {
-        const int64_t token = at / m->hidden, size = stored_block_bytes(m->embedding_kind, m->hidden);
-        const uint8_t *block = (const uint8_t *)m->embedding + token / COLUMNS * size;
-        stored_row(m->embedding_kind, block, m->hidden, (int)(token % COLUMNS), out);
-        return;
-    }
-    const uint16_t *row = (const uint16_t *)m->embedding + at;
-    for (int64_t i = 0; i < m->hidden; i++) {
-        uint32_t bits = (uint32_t)row[i] << 16;
-        memcpy(out + i, &bits, 4);
-    }
+    if (t->scale != 1.0f)
+        for (int64_t i = 0; i < t->width; i++) out[i] *= t->scale;
 }
 
 /* Rotates a head as transformers does, after the optional norm, and scales it. */
 void rope(const model *m, const layer *l, const step *s, float *head, const norm *n, int64_t position, float scale)
 {
-    const int D = m->head_dim, half = m->rotary_dim / 2;
+    const int D = l->key_dim, half = l->rotary_dim / 2;
     if (n->weight) norm_row(m, n, head, D, head);
     if (l->rope < 0) {
         for (int i = 0; i < D; i++) head[i] *= scale;
@@ -105,11 +106,11 @@ void rope(const model *m, const layer *l, const step *s, float *head, const norm
 }
 
 /* The norm of one head of a row: a weight for all heads, for each, or done before. */
-norm head_norm(const model *m, const norm *n, int head)
+norm head_norm(const model *m, const norm *n, int head, int head_dim)
 {
     if (m->qk_norm == QK_WHOLE) return (norm){NULL, NULL};
     if (m->qk_norm != QK_HEADS) return *n;
-    const int64_t at = (int64_t)head * m->head_dim;
+    const int64_t at = (int64_t)head * head_dim;
     return (norm){n->weight + at, n->bias ? n->bias + at : NULL};
 }
 
@@ -361,6 +362,28 @@ void multiply_sigmoid(const float *gates, int64_t count, float *out) { multiply_
 
 /* out[i] *= gates[i] * sigmoid(gates[i]) */
 void multiply_silu(const float *gates, int64_t count, float *out) { multiply_gates(gates, count, true, out); }
+
+ALWAYS_INLINE void multiply_as(const enum activation kind, const float *gates, int64_t count, float *out)
+{
+    for (int64_t i = 0; i < count; i += VL) {
+        float gate[VL] = {0}, part[VL] = {0};
+        const size_t bytes = sizeof(float) * (size_t)smaller(VL, count - i);
+        memcpy(gate, gates + i, bytes);
+        memcpy(part, out + i, bytes);
+        vf_store(part, vf_load(part) * activated(kind, vf_load(gate)));
+        memcpy(out + i, part, bytes);
+    }
+}
+
+void multiply_activated(const model *m, const float *gates, int64_t count, float *out)
+{
+    switch (m->activation) {
+    case GELU: multiply_as(GELU, gates, count, out); break;
+    case GELU_TANH: multiply_as(GELU_TANH, gates, count, out); break;
+    case RELU_SQUARED: multiply_as(RELU_SQUARED, gates, count, out); break;
+    default: multiply_as(SILU, gates, count, out); break;
+    }
+}
 
 /* Divides and caps a block of logits where they lie. */
 void logits_finish(const model *m, float *sums, int64_t count)

@@ -23,6 +23,7 @@ from genbatch.nif.native.library import (
     WEIGHT_F32,
     WEIGHT_I8,
     Cache,
+    Layer,
     NativeMemory,
     Step,
 )
@@ -97,7 +98,7 @@ class NativeRunner:
         self.quantize = weights.quantize
         self.device = torch.device("cpu")
         self.vocab_size = weights.model.vocab_size
-        self.groups = weights.model.groups
+        self.groups = weights.groups
         self._weights = weights
         self._library = weights.library
         self._shape = weights.struct
@@ -130,8 +131,8 @@ class NativeRunner:
                 base=pool.address,
                 layer_stride=pool.tensor.numel() // len(group.layers),
                 block_stride=self._layer_bytes(i, block_size),
-                head_stride=self._layer_bytes(i, block_size) // self._shape.num_kv_heads,
-                values_offset=self._key_bytes(block_size),
+                head_stride=self._layer_bytes(i, block_size) // max(1, self._layer(i).num_kv_heads),
+                values_offset=self._key_bytes(i, block_size),
                 num_blocks=count,
                 block_size=block_size,
                 kind=_KV_KINDS[self._kv_dtype],
@@ -248,17 +249,20 @@ class NativeRunner:
         if self.groups[group].convolves:
             return block_size * int(self._shape.hidden) * 4
         if self.groups[group].recurs:
-            layer = self._weights.layers[self.groups[group].layers[0]]
-            return int(self._library.recurrence_bytes(layer.recurrence, block_size))
-        size, head_dim, num_kv_heads = self._kv_dtype.itemsize, self._shape.head_dim, self._shape.num_kv_heads
-        total: int = num_kv_heads * (self._key_bytes(block_size) + _padded(block_size, 4 // size) * head_dim * size)
-        return total
+            return int(self._library.recurrence_bytes(self._layer(group).recurrence, block_size))
+        size, layer = self._kv_dtype.itemsize, self._layer(group)
+        values = _padded(block_size, 4 // size) * layer.value_dim * size
+        return int(layer.num_kv_heads * (self._key_bytes(group, block_size) + values))
 
-    def _key_bytes(self, block_size: int) -> int:
+    def _key_bytes(self, group: int, block_size: int) -> int:
         """Bytes that one KV head's keys take in a block, with what stands between them and the values."""
         factors = _FACTOR_BYTES if self._kv_dtype == torch.int8 else 0
-        total: int = _padded(block_size, _KEY_LANES) * (self._shape.head_dim * self._kv_dtype.itemsize + factors)
-        return total
+        return int(_padded(block_size, _KEY_LANES) * (self._layer(group).key_dim * self._kv_dtype.itemsize + factors))
+
+    def _layer(self, group: int) -> Layer:
+        """Return the first layer of a group, whose layers all have one shape."""
+        layer: Layer = self._weights.layers[self.groups[group].layers[0]]
+        return layer
 
     def _blocks(self, group: int) -> torch.Tensor:
         """The group's pool as [layers, num_blocks, bytes of a layer's block]."""

@@ -19,7 +19,7 @@
 #define UNITS_PER_THREAD 3 /* of attention: with fewer, a thread waits for the last of another */
 #define FACTOR_BYTES ((int64_t)sizeof(digit_factors)) /* of a group, at most */
 
-static int phases_of(const model *m) { return 24 * m->num_layers + 4; } /* at most */
+static int phases_of(const model *m) { return 32 * m->num_layers + 8; } /* at most */
 
 typedef struct {
     float *x, *qkv, *attended, *activated, *kept; /* kept: the rows that go on after the last attention */
@@ -30,6 +30,7 @@ typedef struct {
     int64_t scratch_size;
     lane_maxima *maxima; /* a thread's: one a row of logits */
     float *normed, *expert_out; /* with experts: their inputs, and their outputs row by row */
+    float *inputs; /* [token, layer, layer_width]: the layers' own embeddings of the tokens */
     int64_t expert_k; /* inputs of their widest linear */
     choice choice;
     float *adapted; /* with adapters: the float rows that a linear multiplies, where they are no other buffer's */
@@ -95,15 +96,15 @@ static int64_t mixed_width(const model *m, const layer *l)
 {
     if (l->taps) return m->hidden;
     if (l->recurrence) return (int64_t)l->recurrence->heads * l->recurrence->value_dim;
-    return (int64_t)m->num_heads * m->head_dim;
+    return (int64_t)m->num_heads * l->value_dim;
 }
 
 static int64_t mixed_pitch(const model *m, const layer *l)
 {
-    const int64_t queries = (int64_t)m->num_heads * m->head_dim, keys = (int64_t)m->num_kv_heads * m->head_dim;
+    const int64_t queries = (int64_t)m->num_heads * l->key_dim;
     if (l->taps) return 3 * (int64_t)m->hidden;
     if (l->recurrence) return recurrence_kept(l->recurrence) + mixed_width(m, l);
-    return (m->gated_attention ? 2 : 1) * queries + 2 * keys;
+    return (m->gated_attention ? 2 : 1) * queries + (l->shares ? 0 : l->num_kv_heads * (l->key_dim + l->value_dim));
 }
 
 /* Phases on rows */
@@ -190,20 +191,22 @@ static void layer_phase(worker *w, const layer *layer, enum lora_place place, co
     phase_end(w);
 }
 
-/* x += residual_scale * norm(branch); `branch` is overwritten. */
-static void join_row(const model *m, const norm *n, float *branch, float *x)
+/* x = scale * (x + residual_scale * norm(branch)); `branch` is overwritten. */
+static void join_row(const model *m, const norm *n, float scale, float *branch, float *x)
 {
     if (n->weight) norm_row(m, n, branch, m->hidden, branch);
     for (int64_t i = 0; i < m->hidden; i++) x[i] += m->residual_scale * branch[i];
+    if (scale == 1.0f) return;
+    for (int64_t i = 0; i < m->hidden; i++) x[i] *= scale;
 }
 
-static void join_phase(worker *w, const norm *n, float *x, int64_t count)
+static void join_phase(worker *w, const norm *n, float scale, float *x, int64_t count)
 {
     engine *e = w->engine;
     int64_t from, to, hidden = e->model->hidden;
     while (claim(w, count, grain_of(w, count), &from, &to))
         for (int64_t i = from; i < to; i++)
-            join_row(e->model, n, e->work.branch + i * hidden, x + i * hidden);
+            join_row(e->model, n, scale, e->work.branch + i * hidden, x + i * hidden);
     phase_end(w);
 }
 
@@ -214,11 +217,8 @@ static void embed_phase(worker *w)
     int64_t from, to, count = e->step->num_tokens;
     while (claim(w, count, grain_of(w, count), &from, &to)) {
         for (int64_t t = from; t < to; t++) {
-            int64_t at = e->step->input_ids[t] * m->hidden;
             float *out = e->work.x + t * m->hidden;
-            embed_row(m, at, out);
-            if (m->embedding_scale != 1.0f)
-                for (int64_t i = 0; i < m->hidden; i++) out[i] *= m->embedding_scale;
+            embed_row(&m->embedding, e->step->input_ids[t], out);
             if (m->embedding_norm.weight) norm_row(m, &m->embedding_norm, out, m->hidden, out);
         }
     }
@@ -229,23 +229,24 @@ static void rope_and_cache_phase(worker *w, const layer *l)
 {
     engine *e = w->engine;
     const model *m = e->model;
-    int64_t D = m->head_dim, pitch = mixed_pitch(m, l);
-    int64_t from, to, count = (int64_t)e->step->num_tokens * m->num_kv_heads;
-    int per_head = m->num_heads / m->num_kv_heads;
+    const int D = l->key_dim, heads = l->num_kv_heads, per_head = m->num_heads / heads;
+    int64_t from, to, pitch = mixed_pitch(m, l), count = (int64_t)e->step->num_tokens * heads;
     while (claim(w, count, grain_of(w, count), &from, &to)) {
         for (int64_t unit = from; unit < to; unit++) {
-            int64_t t = unit / m->num_kv_heads, position = e->step->positions[t];
-            int head = (int)(unit % m->num_kv_heads);
+            int64_t t = unit / heads, position = e->step->positions[t];
+            int head = (int)(unit % heads);
             float *row = e->work.qkv + t * pitch;
             for (int h = head * per_head; h < (head + 1) * per_head; h++) {
-                norm n = head_norm(m, &l->q_norm, h);
+                norm n = head_norm(m, &l->q_norm, h, D);
                 rope(m, l, e->step, row + h * D, &n, position, m->score_scale);
             }
+            if (l->shares) continue;
             float *key = row + (m->num_heads + head) * D;
-            norm n = head_norm(m, &l->k_norm, head);
+            float *value = row + (m->num_heads + heads) * D + head * l->value_dim;
+            norm n = head_norm(m, &l->k_norm, head, D);
             rope(m, l, e->step, key, &n, position, 1.0f);
-            kv_write(&e->caches[l->group], l->index_in_group, head, (int)D, e->step->slots[l->group][t], key,
-                     key + m->num_kv_heads * D);
+            if (l->v_norm.weight) norm_row(m, &l->v_norm, value, l->value_dim, value);
+            kv_write(&e->caches[l->group], l, head, e->step->slots[l->group][t], key, value);
         }
     }
     phase_end(w);
@@ -256,7 +257,7 @@ static void whole_norm_phase(worker *w, const layer *l)
 {
     engine *e = w->engine;
     const model *m = e->model;
-    const int64_t queries = (int64_t)m->num_heads * m->head_dim, keys = (int64_t)m->num_kv_heads * m->head_dim;
+    const int64_t queries = (int64_t)m->num_heads * l->key_dim, keys = (int64_t)l->num_kv_heads * l->key_dim;
     int64_t from, to, count = e->step->num_tokens;
     while (claim(w, count, grain_of(w, count), &from, &to))
         for (int64_t t = from; t < to; t++) {
@@ -286,16 +287,17 @@ static void attention_phase(worker *w, const layer *l)
                    .score_cap = m->score_cap,
                    .layer = l->index_in_group,
                    .num_heads = m->num_heads,
-                   .num_kv_heads = m->num_kv_heads,
-                   .head_dim = m->head_dim,
+                   .num_kv_heads = l->num_kv_heads,
+                   .key_dim = l->key_dim,
+                   .value_dim = l->value_dim,
                    .window = l->window,
                    .sink_tokens = l->sink_tokens};
-    const int per_head = m->num_heads / m->num_kv_heads, families = e->num_families[l->group];
+    const int per_head = m->num_heads / l->num_kv_heads, families = e->num_families[l->group];
     const family *all = e->families[l->group];
     int64_t tiles = 0, from, to;
     for (int i = 0; i < families; i++) tiles += family_tiles(&all[i], per_head);
     /* KV head outermost: families that share a prefix read its blocks one after another, out of L2. */
-    int64_t count = tiles * m->num_kv_heads;
+    int64_t count = tiles * l->num_kv_heads;
     while (claim(w, count, grain_of(w, count), &from, &to)) {
         int64_t tile = from % tiles;
         int i = 0;
@@ -458,14 +460,28 @@ static rows expert_operand(const engine *e, const linear *l, int64_t start, int6
                   e->work.factors + at / SMALLEST_GROUP * FACTOR_BYTES, count, l->k, l->k / l->group};
 }
 
+/* What the experts read, where the router reads something else. */
+static void norm_phase(worker *w, const norm *n, const float *x, int64_t count)
+{
+    const model *m = w->engine->model;
+    int64_t from, to, hidden = m->hidden;
+    while (claim(w, count, grain_of(w, count), &from, &to))
+        for (int64_t i = from; i < to; i++)
+            norm_row(m, n, x + i * hidden, hidden, w->engine->work.normed + i * hidden);
+    phase_end(w);
+}
+
 static void route_phases(worker *w, const layer *l, const float *x, int64_t count)
 {
     engine *e = w->engine;
     const experts *all = l->experts;
     choice *c = &e->work.choice;
     int64_t from, to;
-    prepare_phase(w, &all->router, count, &(source){x, e->model->hidden, NULL, &l->mlp_norm, e->work.normed});
+    const bool own = all->router_norm.weight;
+    const norm *n = own ? &all->router_norm : &l->mlp_norm;
+    prepare_phase(w, &all->router, count, &(source){x, e->model->hidden, NULL, n, own ? NULL : e->work.normed});
     linear_phase(w, &all->router, count, STORE, c->scores, all->count);
+    if (own) norm_phase(w, &all->input_norm, x, count);
     while (claim(w, count, grain_of(w, count), &from, &to))
         for (int64_t i = from; i < to; i++) experts_choose(all, c, i);
     phase_end(w);
@@ -511,6 +527,9 @@ static void expert_linear_phase(worker *w, const linear *linears, enum finish fi
     phase_end(w);
 }
 
+/* Of what the MLP adds to: the layer's, unless more follows. */
+static float own_scale(const model *m, const layer *l) { return m->layer_width ? 1.0f : l->scale; }
+
 static void expert_join_phase(worker *w, const layer *l, float *x, int64_t count)
 {
     engine *e = w->engine;
@@ -526,7 +545,13 @@ static void expert_join_phase(worker *w, const layer *l, float *x, int64_t count
                 const float weight = c->weights[t * chosen + n];
                 for (int64_t i = 0; i < hidden; i++) sum[i] += weight * out[i];
             }
-            join_row(e->model, &l->mlp_post, sum, x + t * hidden);
+            if (l->experts->beside_norm.weight) {
+                float *beside = e->work.branch + t * hidden;
+                norm_row(e->model, &l->experts->sum_norm, sum, hidden, sum);
+                norm_row(e->model, &l->experts->beside_norm, beside, hidden, beside);
+                for (int64_t i = 0; i < hidden; i++) sum[i] += beside[i];
+            }
+            join_row(e->model, &l->mlp_post, own_scale(e->model, l), sum, x + t * hidden);
         }
     phase_end(w);
 }
@@ -545,27 +570,79 @@ static void keep_phase(worker *w)
 }
 
 /* Whether what a layer's parts give can be added to x as it comes. */
-static bool added_at_once(const model *m, const norm *post) { return !post->weight && m->residual_scale == 1.0f; }
+static bool added_at_once(const model *m, const norm *post, float scale)
+{
+    return !post->weight && m->residual_scale == 1.0f && scale == 1.0f;
+}
 
 static void mlp_phases(worker *w, const layer *l, float *x, int64_t count)
 {
     engine *e = w->engine;
     const model *m = e->model;
-    if (l->experts) {
-        route_phases(w, l, x, count);
-        expert_prepare_phase(w, l->experts->gate_up, e->work.normed, m->hidden, e->work.choice.tokens);
-        expert_linear_phase(w, l->experts->gate_up, ACTIVATE, e->work.activated, l->intermediate);
-        expert_prepare_phase(w, l->experts->down, e->work.activated, l->intermediate, NULL);
-        expert_linear_phase(w, l->experts->down, STORE, e->work.expert_out, m->hidden);
-        expert_join_phase(w, l, x, count);
-        return;
+    const experts *mixed = l->experts;
+    const bool at_once = !mixed && added_at_once(m, &l->mlp_post, own_scale(m, l));
+    if (!mixed || mixed->beside_norm.weight) {
+        layer_phase(w, l, LORA_GATE_UP, &l->gate_up, x, m->hidden, NULL, count, &l->mlp_norm);
+        linear_phase(w, &l->gate_up, count, ACTIVATE, e->work.activated, l->intermediate);
+        layer_phase(w, l, LORA_DOWN, &l->down, e->work.activated, l->intermediate, NULL, count, &no_norm);
+        linear_phase(w, &l->down, count, at_once ? ADD : STORE, at_once ? x : e->work.branch, m->hidden);
     }
-    const bool at_once = added_at_once(m, &l->mlp_post);
-    layer_phase(w, l, LORA_GATE_UP, &l->gate_up, x, m->hidden, NULL, count, &l->mlp_norm);
-    linear_phase(w, &l->gate_up, count, ACTIVATE, e->work.activated, l->intermediate);
-    layer_phase(w, l, LORA_DOWN, &l->down, e->work.activated, l->intermediate, NULL, count, &no_norm);
-    linear_phase(w, &l->down, count, at_once ? ADD : STORE, at_once ? x : e->work.branch, m->hidden);
-    if (!at_once) join_phase(w, &l->mlp_post, x, count);
+    if (mixed) {
+        route_phases(w, l, x, count);
+        expert_prepare_phase(w, mixed->gate_up, e->work.normed, m->hidden, e->work.choice.tokens);
+        expert_linear_phase(w, mixed->gate_up, ACTIVATE, e->work.activated, mixed->intermediate);
+        expert_prepare_phase(w, mixed->down, e->work.activated, mixed->intermediate, NULL);
+        expert_linear_phase(w, mixed->down, STORE, e->work.expert_out, m->hidden);
+        expert_join_phase(w, l, x, count);
+    } else if (!at_once) {
+        join_phase(w, &l->mlp_post, own_scale(m, l), x, count);
+    }
+}
+
+/* Embeddings of the layers' own */
+
+/* Each layer's embedding of a token: the table's, and one made of the token's usual embedding. */
+static void inputs_phases(worker *w, int64_t count)
+{
+    engine *e = w->engine;
+    const model *m = e->model;
+    const int64_t width = m->layer_embedding.width, size = m->layer_width;
+    int64_t from, to;
+    prepare_phase(w, &m->inputs, count, &(source){e->work.x, m->hidden, NULL, &no_norm, NULL});
+    linear_phase(w, &m->inputs, count, STORE, e->work.inputs, width);
+    while (claim(w, count, grain_of(w, count), &from, &to))
+        for (int64_t t = from; t < to; t++) {
+            float *own = row_of_thread(w), *row = e->work.inputs + t * width;
+            embed_row(&m->layer_embedding, e->step->input_ids[t], own);
+            for (int64_t i = 0; i < width; i++) row[i] *= m->inputs_scale;
+            for (int64_t i = 0; i < width; i += size) norm_row(m, &m->inputs_norm, row + i, size, row + i);
+            for (int64_t i = 0; i < width; i++) row[i] = (row[i] + own[i]) * m->joined_scale;
+        }
+    phase_end(w);
+}
+
+/* x is gated into the width of the layer's embedding, multiplied by it, and what is projected back is added to x. Row i of
+ * x is of the token index[i]. */
+static void input_phases(worker *w, const layer *l, float *x, const int64_t *index, int64_t count)
+{
+    engine *e = w->engine;
+    const model *m = e->model;
+    const int64_t size = m->layer_width, place = (l - m->layers) * size;
+    float *gates = e->work.activated;
+    int64_t from, to;
+    prepare_phase(w, &l->input_gate, count, &(source){x, m->hidden, NULL, &no_norm, NULL});
+    linear_phase(w, &l->input_gate, count, STORE, gates, size);
+    while (claim(w, count, grain_of(w, count), &from, &to))
+        for (int64_t i = from; i < to; i++) {
+            float *own = row_of_thread(w);
+            memcpy(own, e->work.inputs + (index ? index[i] : i) * m->layer_embedding.width + place, sizeof(float) * size);
+            multiply_activated(m, gates + i * size, size, own);
+            memcpy(gates + i * size, own, sizeof(float) * size);
+        }
+    phase_end(w);
+    prepare_phase(w, &l->input_projection, count, &(source){gates, size, NULL, &no_norm, NULL});
+    linear_phase(w, &l->input_projection, count, STORE, e->work.branch, m->hidden);
+    join_phase(w, &l->input_post, l->scale, x, count);
 }
 
 static void run(void *argument, int thread)
@@ -578,6 +655,7 @@ static void run(void *argument, int thread)
     float *x = work->x;
     int64_t count = s->num_tokens;
     embed_phase(&w);
+    if (m->layer_width) inputs_phases(&w, count);
     for (int i = 0; i < m->num_layers; i++) {
         const layer *l = &m->layers[i];
         layer_phase(&w, l, LORA_QKV, &l->qkv, x, m->hidden, NULL, count, &l->attention_norm);
@@ -600,12 +678,13 @@ static void run(void *argument, int thread)
         }
         if (attends) attention_phase(&w, l);
         if (attends && m->gated_attention) gate_phase(&w, l);
-        const bool at_once = !m->parallel && added_at_once(m, &l->attention_post);
+        const bool at_once = !m->parallel && added_at_once(m, &l->attention_post, 1.0f);
         layer_phase(&w, l, LORA_OUT, &l->out, work->attended, mixed_width(m, l), index, count, &no_norm);
         linear_phase(&w, &l->out, count, at_once ? ADD : STORE, at_once ? x : work->branch, m->hidden);
-        if (!at_once && !m->parallel) join_phase(&w, &l->attention_post, x, count);
+        if (!at_once && !m->parallel) join_phase(&w, &l->attention_post, 1.0f, x, count);
         mlp_phases(&w, l, x, count);
-        if (m->parallel) join_phase(&w, &l->attention_post, x, count);
+        if (m->parallel) join_phase(&w, &l->attention_post, 1.0f, x, count);
+        if (m->layer_width) input_phases(&w, l, x, index, count);
     }
     prepare_phase(&w, &m->head, count, &(source){x, m->hidden, NULL, &m->final_norm, NULL});
     head_phase(&w, &m->head, count);
@@ -618,8 +697,9 @@ static int64_t largest_k(const model *m)
     int64_t k = m->head.k;
     for (int i = 0; i < m->num_layers; i++) {
         const layer *l = &m->layers[i];
-        const linear *all[] = {&l->qkv, &l->out, l->experts ? &l->experts->router : &l->gate_up, &l->down};
-        for (int j = 0; j < 4; j++) k = all[j]->k > k ? all[j]->k : k;
+        const linear *all[] = {&l->qkv, &l->out, &l->gate_up, &l->down, &l->input_gate, &l->input_projection,
+                               l->experts ? &l->experts->router : &l->qkv};
+        for (int j = 0; j < 7; j++) k = all[j]->k > k ? all[j]->k : k;
     }
     return k;
 }
@@ -627,7 +707,8 @@ static int64_t largest_k(const model *m)
 /* Of one thread. */
 static int64_t scratch_floats(const model *m)
 {
-    int64_t most = PANEL * COLUMNS + padded(m->hidden, 16);
+    const int64_t row = m->layer_embedding.width > m->hidden ? m->layer_embedding.width : m->hidden;
+    int64_t most = PANEL * COLUMNS + padded(row, 16);
     for (int i = 0; i < m->num_layers; i++) {
         const int64_t states = m->layers[i].recurrence ? recurrence_scratch(m->layers[i].recurrence) : 0;
         most = states > most ? states : most;
@@ -635,7 +716,7 @@ static int64_t scratch_floats(const model *m)
     return most;
 }
 
-enum { NUM_BUFFERS = 25 };
+enum { NUM_BUFFERS = 26 };
 
 /* How many floats each buffer of a step takes, and all of them together in bytes, each on its own cache lines. */
 static int64_t buffer_floats(const model *m, const step *s, int threads, int64_t floats[NUM_BUFFERS])
@@ -662,7 +743,7 @@ static int64_t buffer_floats(const model *m, const step *s, int threads, int64_t
         mixed * m->hidden, routed * x.count, mixed, mixed, mixed, mixed, x.count + 1,
         (x.count + mixed) * (int64_t)sizeof(expert_panel) / 4, adapters ? count * m->hidden : 0,
         adapters ? count * s->lora_ranks : 0, adapters ? T : 0, adapters ? R : 0,
-        2 * adapters * (int64_t)sizeof(lora_group) / 4};
+        2 * adapters * (int64_t)sizeof(lora_group) / 4, T * m->layer_embedding.width};
     _Static_assert(sizeof(sizes) / sizeof(sizes[0]) == NUM_BUFFERS, "a size for every buffer");
     int64_t total = 0;
     for (int i = 0; i < NUM_BUFFERS; i++) total += padded(floats[i] = sizes[i], 16) + 16;
@@ -709,6 +790,7 @@ static bool reserve(engine *e)
                           .adapted = at[20],
                           .lora = {e->step->adapters, at[21], (int32_t)adapters, e->step->lora_ranks},
                           .lora_tokens = {(int32_t *)at[22], (lora_group *)at[24], 0},
+                          .inputs = at[25],
                           .lora_kept = {(int32_t *)at[23], (lora_group *)at[24] + adapters, 0}};
     for (int g = 0; g < m->num_groups; g++) e->families[g] = (family *)at[9] + (int64_t)g * e->step->num_entries;
     return true;
@@ -728,16 +810,15 @@ static void find_adapters(engine *e)
 static void find_families(engine *e)
 {
     const model *m = e->model;
-    const int rows = MAX_ROWS / (m->num_heads / m->num_kv_heads);
-    int32_t windows[MAX_GROUPS];
-    for (int g = 0; g < m->num_groups; g++) windows[g] = INT32_MAX;
-    for (int i = 0; i < m->num_layers; i++)
-        if (m->layers[i].window < windows[m->layers[i].group]) windows[m->layers[i].group] = m->layers[i].window;
     const int64_t entries = e->step->num_entries, threads = pool_size(e->pool);
-    const int64_t share = threads == 1 ? entries : entries * m->num_kv_heads / (UNITS_PER_THREAD * threads);
-    const int64_t most = smaller(smaller(rows, MAX_FAMILY), share);
-    for (int g = 0; g < m->num_groups; g++)
-        e->num_families[g] = families_find(e->step, g, &e->caches[g], windows[g], (int)most, e->families[g]);
+    const layer *first[MAX_GROUPS] = {NULL}; /* of each group, whose layers are alike */
+    for (int i = m->num_layers - 1; i >= 0; i--) first[m->layers[i].group] = &m->layers[i];
+    for (int g = 0; g < m->num_groups; g++) {
+        const int64_t heads = first[g]->num_kv_heads, rows = heads ? MAX_ROWS / (m->num_heads / heads) : 1;
+        const int64_t share = threads == 1 ? entries : entries * heads / (UNITS_PER_THREAD * threads);
+        const int64_t most = smaller(smaller(rows, MAX_FAMILY), share);
+        e->num_families[g] = families_find(e->step, g, &e->caches[g], first[g]->window, (int)most, e->families[g]);
+    }
 }
 
 /* What Python calls */

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from genbatch.nif.errors import TensorError
-from genbatch.nif.models.architecture import Architecture, SomeRows, gated_rows, head_dim_of, kv_heads_of
+from genbatch.nif.models.architecture import Architecture, SomeRows, gated_rows, head_dim_of, kv_heads_of, qkv_names
 from genbatch.nif.models.weight_source import FLOAT_KINDS, FP4_KINDS, FP8_KINDS, StoredTensor
 from genbatch.nif.native.library import (
     COLUMNS,
@@ -350,6 +350,7 @@ class AdapterWeights:
         tensors = architecture.tensors
         start = tensors.layer.format(layer)
         qkv, gate_up = ([start + name for name in names] for names in (tensors.qkv, tensors.gate_up))
+        qkv = list(qkv_names(qkv, [f"{module}.weight" for module in qkv if module in self._sizes]))
         if qkv[0] in self._sizes:
             order = self._in_order(qkv)
             if architecture.gated_attention:

@@ -63,7 +63,7 @@ _MATFORMER: dict[str, Any] = {
         *("sliding_attention", "full_attention", "sliding_attention"), *("sliding_attention", "full_attention"),
     ],
 }  # fmt: skip
-IN_TORCH: dict[str, Any] = {
+GEMMA4: dict[str, Any] = {
     # The layers that attend to everything have heads of twice the size.
     "gemma4": lambda: Gemma4ForConditionalGeneration(
         Gemma4Config(text_config={**_MATFORMER, "global_head_dim": 32, "use_double_wide_mlp": True},
@@ -81,6 +81,9 @@ IN_TORCH: dict[str, Any] = {
     ),
 }  # fmt: skip
 NEW = 12
+
+
+MODELS |= GEMMA4
 
 
 @pytest.fixture(params=MODELS)
@@ -103,15 +106,6 @@ def test_text_is_that_of_the_whole_model(
     checkpoint: tuple[Path, Any], runner: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     check_text(*checkpoint, runner, caplog)
-
-
-@pytest.mark.parametrize("kind", IN_TORCH)
-def test_the_text_model_of_gemma_4_runs_in_torch(
-    kind: str, tmp_path: Path, tiny_models: ModuleType, caplog: pytest.LogCaptureFixture
-) -> None:
-    torch.manual_seed(4)
-    torch.set_num_threads(1)
-    check_text(*saved(IN_TORCH[kind](), tmp_path, tiny_models), "auto", caplog)
 
 
 def test_the_text_model_of_gemma_3n_runs_in_torch(

@@ -23,6 +23,10 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    Gemma4UnifiedForCausalLM,
+    Gemma4UnifiedTextConfig,
     GemmaConfig,
     GemmaForCausalLM,
     Glm4Config,
@@ -134,6 +138,12 @@ def _mambas(heads: int, groups: int, state: int) -> dict[str, Any]:
         "mamba_d_state": state,
         "mamba_chunk_size": 8,
     }
+
+
+def _whole(config: Any) -> Any:
+    """Let a configuration give the usual value of what differs among its layers."""
+    config.allow_global_per_layer_attribute_access = True
+    return config
 
 
 def _unsized(sizes: dict[str, Any]) -> dict[str, Any]:
@@ -362,6 +372,52 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
             position_embedding_type="rope",
         ),
     ),
+    # The last two layers read the keys and values of the two before them; full layers have heads of twice the size.
+    "gemma4": (
+        Gemma4ForCausalLM,
+        lambda: _whole(
+            Gemma4TextConfig(
+                **{**_sizes(64, 96, 4, 2, 16), "num_hidden_layers": 4},
+                layer_types=[*_MIXED[:2], *_MIXED[:2]],
+                sliding_window=WINDOW,
+                global_head_dim=32,
+                vocab_size_per_layer_input=320,
+                hidden_size_per_layer_input=24,
+                num_kv_shared_layers=2,
+                use_double_wide_mlp=True,
+                final_logit_softcapping=5.0,
+            )
+        ),
+    ),
+    "gemma4_unified": (
+        Gemma4UnifiedForCausalLM,
+        lambda: _whole(
+            Gemma4UnifiedTextConfig(
+                **_sizes(64, 96, 4, 2, 16),
+                layer_types=_MIXED[1:] + _MIXED[1:2],
+                sliding_window=WINDOW,
+                global_head_dim=32,
+            )
+        ),
+    ),
+    "gemma4_experts": (
+        Gemma4ForCausalLM,
+        lambda: _whole(
+            Gemma4TextConfig(
+                **_sizes(64, 96, 4, 2, 16),
+                layer_types=[_MIXED[0], _MIXED[0], _MIXED[1]],
+                sliding_window=WINDOW,
+                global_head_dim=32,
+                num_global_key_value_heads=1,
+                attention_k_eq_v=True,
+                hidden_size_per_layer_input=0,
+                enable_moe_block=True,
+                num_experts=6,
+                top_k_experts=2,
+                moe_intermediate_size=40,
+            )
+        ),
+    ),
     "qwen2_moe": (
         Qwen2MoeForCausalLM,
         lambda: Qwen2MoeConfig(
@@ -482,6 +538,8 @@ def random_model(name: str, **changes: Any) -> Any:
             parameter.normal_(std=0.7)
         elif key.endswith("A_log"):
             parameter.uniform_(-3.0, 0.5)  # a state that lasts for some tokens
+        elif key.endswith(("router.scale", "per_expert_scale")):
+            parameter.uniform_(0.5, 1.5)
         elif key.endswith("mamba.D"):
             parameter.normal_()
         elif "norm" in key:
@@ -490,6 +548,8 @@ def random_model(name: str, **changes: Any) -> Any:
     for key, buffer in model.named_buffers():
         if key.endswith("e_score_correction_bias"):
             buffer.normal_(std=0.2)
+        elif key.endswith("layer_scalar"):
+            buffer.uniform_(0.5, 1.5)
     return model
 
 

@@ -22,7 +22,7 @@ NAMES = [
     "nemotron", "stablelm", "gpt_neox", "qwen3_moe", "mixtral", "gpt_oss", "lfm2",
     "qwen2_moe", "olmoe", "glm4_moe", "ernie", "ernie_moe", "olmo3", "ministral", "ministral3",
     "seed_oss", "cwm", "helium", "arcee", "exaone4", "cohere2", "qwen3_5", "qwen3_5_moe", "qwen3_next",
-    "bamba", "granite_hybrid", "granite_hybrid_dense",
+    "bamba", "granite_hybrid", "granite_hybrid_dense", "gemma4", "gemma4_unified", "gemma4_experts",
 ]  # fmt: skip
 MODES = ("float32", "bfloat16", "int8")
 # Median error of a row of logits: a near tie between two experts may send one row another way.

@@ -12,7 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genbatch.nif.native.build import build_library
-from genbatch.nif.native.library import ALL_POSITIONS, KV_BF16, KV_F32, KV_I8, Cache, native_library, open_library
+from genbatch.nif.native.library import (
+    ALL_POSITIONS,
+    KV_BF16,
+    KV_F32,
+    KV_I8,
+    Cache,
+    Layer,
+    native_library,
+    open_library,
+)
 from tests.nif.native import reference
 
 LANES = 16
@@ -35,7 +44,8 @@ class Attention(ctypes.Structure):
         ("layer", c_int32),
         ("num_heads", c_int32),
         ("num_kv_heads", c_int32),
-        ("head_dim", c_int32),
+        ("key_dim", c_int32),
+        ("value_dim", c_int32),
         ("window", c_int32),
         ("sink_tokens", c_int32),
     )
@@ -101,6 +111,7 @@ class Case:
             padded_keys=self.padded_keys(),
         )
         pointer = ctypes.POINTER(c_float)
+        layer = Layer(index_in_group=0, key_dim=head_dim, value_dim=head_dim)
         for head in range(kv_heads):
             for at in range(num_keys):
                 if at // self.block_size in behind:
@@ -109,7 +120,7 @@ class Case:
                 key, value = (
                     ctypes.cast(x[head, at].contiguous().data_ptr(), pointer) for x in (self.keys, self.values)
                 )
-                library.kv_write(ctypes.byref(cache), 0, head, head_dim, c_int64(slot), key, value)
+                library.kv_write(ctypes.byref(cache), ctypes.byref(layer), head, c_int64(slot), key, value)
         queries, out = self.queries.contiguous(), torch.empty(self.queries.shape)
         query_len, heads, _ = queries.shape
         table = torch.arange(blocks - 1, -1, -1, dtype=torch.int32)
@@ -124,7 +135,8 @@ class Case:
             layer=0,
             num_heads=heads,
             num_kv_heads=kv_heads,
-            head_dim=head_dim,
+            key_dim=head_dim,
+            value_dim=head_dim,
             window=self.window,
             sink_tokens=self.sink_tokens,
         )
