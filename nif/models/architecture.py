@@ -281,6 +281,13 @@ def head_dim_of(config: Any) -> int:
     return size
 
 
+def read_whole(config: Any) -> None:
+    """Let a configuration give the usual value of what differs among its layers; `shapes_of` gives each layer's."""
+    for part in (config, config.get_text_config(decoder=True)):
+        if getattr(part, "is_heterogeneous", False):
+            part.allow_global_per_layer_attribute_access = True
+
+
 def shapes_of(config: Any) -> list[tuple[int, int]]:
     """Return each layer's number of KV heads, and the elements of one."""
     heads, size = kv_heads_of(config), head_dim_of(config)

@@ -4,9 +4,11 @@ family = family_of(file)                  # None: transformers converts such a f
 family.layer_names["attn_q"]              # "self_attn.q_proj"
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from genbatch.nif.models.gguf_gemma import settle_gemma4
 
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -57,6 +59,7 @@ class GgufFamily:
         other_layers: transformers' kind of the layers that attention.head_count_kv gives no heads, if it is an array.
         inner_size: a setting that is ssm.inner_size divided by another one, and that one.
         windows_by_layer: whether attention.sliding_window_pattern says which layers have the window.
+        settle: translates heads and rotary embeddings that differ among layers; None where none does.
     """
 
     layer_names: dict[str, str]
@@ -79,6 +82,7 @@ class GgufFamily:
     tiled_heads: bool = False
     other_layers: str | None = None
     inner_size: tuple[str, str] | None = None
+    settle: Callable[[Any, dict[str, Any]], None] | None = None
 
 
 _SETTINGS = {
@@ -165,6 +169,43 @@ FAMILIES = {
         },
     ),
     "gemma3": GgufFamily(_SANDWICH_NAMES, norm_offset=-1.0, kind="gemma3_text", settings=_SETTINGS),
+    "gemma4": GgufFamily(
+        {
+            **_SANDWICH_NAMES,
+            "inp_gate": "per_layer_input_gate",
+            "proj": "per_layer_projection",
+            "post_norm": "post_per_layer_input_norm",
+            "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+            "post_ffw_norm_1": "post_feedforward_layernorm_1",
+            "post_ffw_norm_2": "post_feedforward_layernorm_2",
+            "ffn_gate_inp": "router.proj",
+        },
+        kind="gemma4_text",
+        settings={
+            **_SETTINGS,
+            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+            "attention.shared_kv_layers": "num_kv_shared_layers",
+            "final_logit_softcapping": "final_logit_softcapping",
+            "expert_count": "num_experts",
+            "expert_used_count": "top_k_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+        },
+        bare={
+            "layer_output_scale.weight": "layer_scalar",
+            "ffn_gate_inp.scale": "router.scale",
+            "ffn_gate_up_exps.weight": "experts.gate_up_proj",
+            "ffn_down_exps.weight": "experts.down_proj",
+            "ffn_down_exps.scale": "router.per_expert_scale",
+        },
+        top_names={
+            **_TOP_NAMES,
+            "per_layer_token_embd": "model.embed_tokens_per_layer",
+            "per_layer_model_proj": "model.per_layer_model_projection",
+            "per_layer_proj_norm": "model.per_layer_projection_norm",
+        },
+        windows_by_layer=True,
+        settle=settle_gemma4,
+    ),
     "phi3": GgufFamily(_FUSED_NAMES, settings=_SETTINGS, rotates_part=True),
     "olmo2": _OLMO2,
     "granite": GgufFamily(

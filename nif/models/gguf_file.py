@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from genbatch.nif.errors import ModelError, TensorError
+from genbatch.nif.models.architecture import read_whole
 from genbatch.nif.models.file_checks import check_counts, token_ids
 from genbatch.nif.models.gguf_families import GgufFamily, family_of
 from genbatch.nif.models.weight_source import FLOAT_KINDS, MappedFile, StoredTensor, bytes_per_row
@@ -394,7 +395,8 @@ def gguf_config(file: GgufFile) -> "PreTrainedConfig":
     try:
         if family is not None:
             _settle_layers(file, family, settings)
-        _settle_attention(file, settings)
+        settle = _settle_attention if family is None or family.settle is None else family.settle
+        settle(file, settings)
         check_counts(file.model, file.path.name, settings)
         if extra := settings.get("num_nextn_predict_layers"):  # block_count counts these too; they are not evaluated
             settings["num_hidden_layers"] -= extra
@@ -403,6 +405,7 @@ def gguf_config(file: GgufFile) -> "PreTrainedConfig":
         raise
     except Exception as fault:
         raise file.fault(f"its metadata are no configuration of {kind}: {fault}") from fault
+    read_whole(config)
     return config
 
 

@@ -25,7 +25,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from genbatch.nif.cuda_device import choose_device
 from genbatch.nif.engine_options import check_dtype, check_gpu_layers
 from genbatch.nif.errors import ModelError
-from genbatch.nif.models.architecture import ExpertNames
+from genbatch.nif.models.architecture import ExpertNames, read_whole
 from genbatch.nif.models.architectures import (
     ARCHITECTURES,
     LACKING,
@@ -255,7 +255,7 @@ class _Directory:
             config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         except Exception as fault:
             raise ModelError(source, f"config.json is not one that transformers can read: {one_line(fault)}") from fault
-        _read_whole(config)
+        read_whole(config)
         self.config = config
         path = directory / "generation_config.json"
         self._generation: Mapping[str, Any] | None = read_object(source, path) if path.is_file() else None
@@ -321,13 +321,6 @@ class _Directory:
         if said.get("do_sample") is False:
             return {}
         return ({"temperature": 1.0} if said.get("do_sample") is True else {}) | own_sampling(said)
-
-
-def _read_whole(config: Any) -> None:
-    """Lets a configuration give the usual value of what differs among its layers; `probe_layers` finds each layer's."""
-    for part in (config, config.get_text_config(decoder=True)):
-        if getattr(part, "is_heterogeneous", False):
-            part.allow_global_per_layer_attribute_access = True
 
 
 def _log_expanded(name: str, config: Any, layers: Sequence[LayerShape], itemsize: int) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from genbatch.nif.errors import ModelError
+from genbatch.nif.models.architecture import shapes_of
 from genbatch.nif.models.architectures import ARCHITECTURES, layer_groups, max_position
 from genbatch.nif.models.gguf_families import family_of
 from genbatch.nif.models.gguf_file import GgufFile, GgufWeights, gguf_config, gguf_end_tokens
@@ -26,6 +27,8 @@ from tests.nif.models.gguf_files import batch_of
 ARCH = {
     "gemma2": gguf.MODEL_ARCH.GEMMA2,
     "gemma3": gguf.MODEL_ARCH.GEMMA3,
+    "gemma4": gguf.MODEL_ARCH.GEMMA4,
+    "gemma4_experts": gguf.MODEL_ARCH.GEMMA4,
     "phi3": gguf.MODEL_ARCH.PHI3,
     "olmo2": gguf.MODEL_ARCH.OLMO2,
     "granite": gguf.MODEL_ARCH.GRANITE,
@@ -60,6 +63,7 @@ _DELTAS = {
     "ssm.group_count": "linear_num_key_heads",
     "ssm.time_step_rank": "linear_num_value_heads",
 }
+_GEMMA4 = {"attention.sliding_window": "sliding_window", "attention.shared_kv_layers": "num_kv_shared_layers"}
 # What only some files say: key, and the configuration's name for it.
 MORE = {
     "lfm2": {"shortconv.l_cache": "conv_L_cache"},
@@ -120,6 +124,17 @@ MORE = {
         "expert_shared_count": "moe_num_shared_experts",
         "leading_dense_block_count": "moe_layer_start_index",
         "interleave_moe_layer_step": "moe_layer_interval",
+    },
+    "gemma4": {
+        **_GEMMA4,
+        "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+        "final_logit_softcapping": "final_logit_softcapping",
+    },
+    "gemma4_experts": {
+        **_GEMMA4,
+        "expert_count": "num_experts",
+        "expert_used_count": "top_k_experts",
+        "expert_feed_forward_length": "moe_intermediate_size",
     },
     "phi3": {"rope.scaling.original_context_length": "original_max_position_embeddings"},
     "qwen3_moe": {
@@ -199,11 +214,31 @@ def put_metadata(writer: gguf.GGUFWriter, name: str, config: Any) -> None:
     if name == "lfm2":
         heads = values.pop("attention.head_count_kv")
         writer.add_array(f"{arch}.attention.head_count_kv", [0 if k == "conv" else heads for k in config.layer_types])
+    if arch == "gemma4":
+        put_gemma4(writer, config, values)
     for key, value in values.items():
         put_number(writer, f"{arch}.{key}", value)
-    if name in ("exaone4", "olmo3"):
+    if name in ("exaone4", "olmo3") or arch == "gemma4":
         windows = [kind == "sliding_attention" for kind in config.layer_types]
         writer.add_array(f"{arch}.attention.sliding_window_pattern", windows)
+
+
+def put_gemma4(writer: gguf.GGUFWriter, config: Any, values: dict[str, Any]) -> None:
+    """What differs among layers: heads, widths and the rotary embedding."""
+    sizes, own = shapes_of(config), config.layer_types.index("full_attention")
+    head_dim = sizes[own][1]
+    values["attention.key_length"] = values["rope.dimension_count"] = head_dim
+    values["attention.key_length_swa"] = values["rope.dimension_count_swa"] = config.head_dim
+    values["rope.freq_base_swa"] = float(config.rope_parameters["sliding_attention"]["rope_theta"])
+    if config.use_double_wide_mlp:
+        width, shared = values.pop("feed_forward_length"), config.num_kv_shared_layers
+        widths = [width] * (config.num_hidden_layers - shared) + [2 * width] * shared
+        writer.add_array("gemma4.feed_forward_length", widths)
+    if config.attention_k_eq_v:
+        del values["attention.head_count_kv"]
+        writer.add_array("gemma4.attention.head_count_kv", [heads for heads, _ in sizes])
+    rotated = head_dim // 8
+    writer.add_tensor("rope_freqs.weight", np.array([1.0] * rotated + [1e30] * (head_dim // 2 - rotated), np.float32))
 
 
 def family_keys(name: str) -> dict[str, int]:
@@ -287,7 +322,11 @@ def put_tensors(writer: gguf.GGUFWriter, name: str, model: Any) -> None:
                 stored = names.get_name(key.replace("gate_up_proj", part))
                 writer.add_tensor(f"{stored}.weight", np.ascontiguousarray(half))
             continue
-        is_whole = ".experts." in key
+        if ".router.scale" in key or "per_expert_scale" in key:
+            stored = "ffn_gate_inp" if ".router.scale" in key else "ffn_down_exps"
+            writer.add_tensor(f"blk.{key.split('.')[2]}.{stored}.scale", data)
+            continue
+        is_whole = ".experts." in key or key.endswith("layer_scalar")
         key = key.replace("lm_head", "embed_out") if name == "gpt_neox" else key
         stored = names.get_name(key if is_whole else key.rpartition(".")[0])
         assert stored is not None, key
@@ -356,13 +395,13 @@ def test_configuration_and_tensors_come_back(models: ModuleType, tmp_path: Path,
             continue
         if name == "gpt_oss":
             got = merged[key]
-        elif ".experts.gate_up_proj" in key:
+        elif ".mlp.experts.gate_up_proj" in key:
             halves = [
                 weights.tensor(f"{key.replace('gate_up_proj', part)}.weight") for part in ("gate_proj", "up_proj")
             ]
             got = torch.cat([half.whole() for half in halves], dim=1)
         else:
-            got = weights.tensor(f"{key}.weight" if ".experts." in key else key).whole()
+            got = weights.tensor(f"{key}.weight" if ".mlp.experts." in key else key).whole()
         assert torch.allclose(got, parameter, atol=2e-7), key
 
 
@@ -392,7 +431,7 @@ RUN: dict[str, dict[str, Any]] = {"qwen3_moe": {"mlp_only_layers": [], "norm_top
 RUN |= {"gemma": {}, "ernie": {}, "seed_oss": {}, "olmoe": {}}
 NEWER = ("llama_odd", "mixtral", "stablelm", "gpt_neox", "nemotron", "glm", "cohere2", "exaone4", "olmo3")
 RUN |= {name: CHANGES.get(name, {}) for name in (*NEWER, "qwen2_moe", "glm4_moe", "ernie_moe")}
-RUN |= {name: CHANGES.get(name, {}) for name in ("lfm2", "qwen3_5", "qwen3_5_moe")}
+RUN |= {name: CHANGES.get(name, {}) for name in ("lfm2", "qwen3_5", "qwen3_5_moe", "gemma4", "gemma4_experts")}
 
 
 def described_file(name: str, model: Any, config: Any, weights: GgufWeights) -> Any:

@@ -91,6 +91,8 @@ from transformers import (
     Starcoder2ForCausalLM,
 )
 
+from genbatch.nif.models.architecture import read_whole
+
 WINDOW = 24
 _MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 
@@ -138,12 +140,6 @@ def _mambas(heads: int, groups: int, state: int) -> dict[str, Any]:
         "mamba_d_state": state,
         "mamba_chunk_size": 8,
     }
-
-
-def _whole(config: Any) -> Any:
-    """Let a configuration give the usual value of what differs among its layers."""
-    config.allow_global_per_layer_attribute_access = True
-    return config
 
 
 def _unsized(sizes: dict[str, Any]) -> dict[str, Any]:
@@ -375,47 +371,41 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
     # The last two layers read the keys and values of the two before them; full layers have heads of twice the size.
     "gemma4": (
         Gemma4ForCausalLM,
-        lambda: _whole(
-            Gemma4TextConfig(
-                **{**_sizes(64, 96, 4, 2, 16), "num_hidden_layers": 4},
-                layer_types=[*_MIXED[:2], *_MIXED[:2]],
-                sliding_window=WINDOW,
-                global_head_dim=32,
-                vocab_size_per_layer_input=320,
-                hidden_size_per_layer_input=24,
-                num_kv_shared_layers=2,
-                use_double_wide_mlp=True,
-                final_logit_softcapping=5.0,
-            )
+        lambda: Gemma4TextConfig(
+            **{**_sizes(64, 96, 4, 2, 16), "num_hidden_layers": 4},
+            layer_types=[*_MIXED[:2], *_MIXED[:2]],
+            sliding_window=WINDOW,
+            global_head_dim=32,
+            vocab_size_per_layer_input=320,
+            hidden_size_per_layer_input=24,
+            num_kv_shared_layers=2,
+            use_double_wide_mlp=True,
+            final_logit_softcapping=5.0,
         ),
     ),
     "gemma4_unified": (
         Gemma4UnifiedForCausalLM,
-        lambda: _whole(
-            Gemma4UnifiedTextConfig(
-                **_sizes(64, 96, 4, 2, 16),
-                layer_types=_MIXED[1:] + _MIXED[1:2],
-                sliding_window=WINDOW,
-                global_head_dim=32,
-            )
+        lambda: Gemma4UnifiedTextConfig(
+            **_sizes(64, 96, 4, 2, 16),
+            layer_types=_MIXED[1:] + _MIXED[1:2],
+            sliding_window=WINDOW,
+            global_head_dim=32,
         ),
     ),
     "gemma4_experts": (
         Gemma4ForCausalLM,
-        lambda: _whole(
-            Gemma4TextConfig(
-                **_sizes(64, 96, 4, 2, 16),
-                layer_types=[_MIXED[0], _MIXED[0], _MIXED[1]],
-                sliding_window=WINDOW,
-                global_head_dim=32,
-                num_global_key_value_heads=1,
-                attention_k_eq_v=True,
-                hidden_size_per_layer_input=0,
-                enable_moe_block=True,
-                num_experts=6,
-                top_k_experts=2,
-                moe_intermediate_size=40,
-            )
+        lambda: Gemma4TextConfig(
+            **_sizes(64, 96, 4, 2, 16),
+            layer_types=[_MIXED[0], _MIXED[0], _MIXED[1]],
+            sliding_window=WINDOW,
+            global_head_dim=32,
+            num_global_key_value_heads=1,
+            attention_k_eq_v=True,
+            hidden_size_per_layer_input=0,
+            enable_moe_block=True,
+            num_experts=6,
+            top_k_experts=2,
+            moe_intermediate_size=40,
         ),
     ),
     "qwen2_moe": (
@@ -526,6 +516,7 @@ def random_model(name: str, **changes: Any) -> Any:
     model_class, make_config = CONFIGS[name]
     torch.manual_seed(len(name))
     config = make_config()
+    read_whole(config)
     for key, value in changes.items():
         setattr(config, key, value)
     model = model_class(config).eval().requires_grad_(False)

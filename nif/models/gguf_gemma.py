@@ -1,0 +1,75 @@
+"""Translates what GGUF files of Gemma say of layers that differ: heads, widths and rotary embeddings."""
+
+from typing import Any
+
+import numpy as np
+
+
+def settle_gemma4(file: Any, settings: dict[str, Any]) -> None:
+    """Translate the metadata of a Gemma 4 to the configuration's settings.
+
+    A file names the heads of layers that attend to everything, and with "_swa" those of the others. The factors of
+    rope_freqs.weight are 1 for pairs of elements that are rotated and huge for the others.
+
+    Args:
+        file: the GgufFile.
+        settings: changed in place.
+
+    Raises:
+        ModelError: the metadata contradict each other; the reason names the key or the tensor.
+    """
+    said, start = file.metadata, f"{file.architecture}."
+    kinds = settings.get("layer_types")
+    if not isinstance(kinds, list) or len(kinds) != settings.get("num_hidden_layers"):
+        raise file.fault(f"{start}attention.sliding_window_pattern is no list of {settings.get('num_hidden_layers')}")
+    if (scaling := said.get(f"{start}rope.scaling.type", "none")) != "none":
+        raise file.fault(f"{start}rope.scaling.type is {scaling!r}; only none is read")
+    full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
+    settings["global_head_dim"] = settings.pop("head_dim", None)
+    settings["head_dim"] = said.get(f"{start}attention.key_length_swa", settings["global_head_dim"])
+    settings["attention_k_eq_v"] = any(
+        f"blk.{layer}.attn_v.weight" not in file.names() for layer in _own(full, settings)
+    )
+    heads = _each(file, "attention.head_count_kv", settings)
+    for kind, name in (("sliding_attention", "num_key_value_heads"), ("full_attention", "num_global_key_value_heads")):
+        counts = {count for count, other in zip(heads, kinds, strict=True) if other == kind} or set(heads)
+        if len(counts) != 1:
+            raise file.fault(f"{start}attention.head_count_kv is {heads}: layers of one kind differ")
+        settings[name] = counts.pop()
+    if settings["num_global_key_value_heads"] != settings["num_key_value_heads"] and not settings["attention_k_eq_v"]:
+        raise file.fault(f"{start}attention.head_count_kv is {heads} in layers that have values of their own")
+    widths = _each(file, "feed_forward_length", settings)
+    settings["intermediate_size"] = widths[0]
+    settings["use_double_wide_mlp"] = set(widths) == {widths[0], 2 * widths[0]}
+    settings["enable_moe_block"] = bool(settings.get("num_experts"))
+    settings.setdefault("hidden_size_per_layer_input", 0)
+    if "per_layer_token_embd.weight" in file.names():
+        settings["vocab_size_per_layer_input"] = file.tensor("per_layer_token_embd.weight").shape[0]
+    settings["rope_parameters"] = {
+        "full_attention": _proportional(file, settings.pop("rope_theta", 1e6), settings["global_head_dim"]),
+        "sliding_attention": {"rope_type": "default", "rope_theta": said.get(f"{start}rope.freq_base_swa", 10000.0)},
+    }
+
+
+def _own(layers: list[int], settings: dict[str, Any]) -> list[int]:
+    """Of these layers those that write keys and values."""
+    shared = settings.get("num_kv_shared_layers")
+    first = settings["num_hidden_layers"] - (shared if isinstance(shared, int) else 0)
+    return [layer for layer in layers if layer < first]
+
+
+def _each(file: Any, key: str, settings: dict[str, Any]) -> list[Any]:
+    """Return a number for each layer, which a file may give once for all."""
+    value, count = file.metadata.get(f"{file.architecture}.{key}"), settings["num_hidden_layers"]
+    each = value.tolist() if isinstance(value, np.ndarray) else [value] * count
+    if len(each) != count:
+        raise file.fault(f"{file.architecture}.{key} has {len(each)} numbers for {count} layers")
+    return each
+
+
+def _proportional(file: Any, base: Any, head_dim: Any) -> dict[str, Any]:
+    factors = file.tensor("rope_freqs.weight").whole().flatten()
+    rotated = int((factors == 1).sum())
+    if 2 * len(factors) != head_dim or not (factors[:rotated] == 1).all() or not (factors[rotated:] > 1e29).all():
+        raise file.fault(f"tensor rope_freqs.weight does not tell rotated elements of {head_dim} from others")
+    return {"rope_type": "proportional", "partial_rotary_factor": rotated / len(factors), "rope_theta": base}
