@@ -70,7 +70,7 @@ clients: $(VENV)/.test $(CLIENTS)/.done
 	WRITE_CLIENTS=1 $(BIN)/pytest -q tests/actors/gateways/http/test_clients.py tests/clients/test_score.py
 
 # Agents' programs come from npm. Their own installers put a binary in place, which some settings of npm do not allow.
-NPM_CLIENTS := @anthropic-ai/claude-code@^2.1 @openai/codex@^0.169 opencode-ai@^1 ai@^6 @ai-sdk/openai-compatible@^2 zod@^4
+NPM_CLIENTS := @anthropic-ai/claude-code@^2.1 @openai/codex@^0.169 opencode-ai@^1 ai@^6 @ai-sdk/openai-compatible@^2 zod@^4 ollama@^0.6
 MODULES := $(CLIENTS)/npm/node_modules
 $(CLIENTS)/.done: tests/actors/gateways/http/older_clients.txt Makefile
 	@$(PYTHON) -m venv $(CLIENTS)
@@ -79,7 +79,7 @@ $(CLIENTS)/.done: tests/actors/gateways/http/older_clients.txt Makefile
 		npm install --silent --no-audit --no-fund --prefix $(CLIENTS)/npm $(NPM_CLIENTS) && \
 		(cd $(MODULES)/@anthropic-ai/claude-code && node install.cjs) && \
 		(cd $(MODULES)/opencode-ai && node postinstall.mjs); \
-	else echo "npm is missing: Claude Code, Codex, opencode and the AI SDK are not tried"; fi
+	else echo "npm is missing: Claude Code, Codex, opencode, the AI SDK and Ollama's package are not tried"; fi
 	@touch $@
 
 # The engine of a running service, killed again and again: make kills KILLS=100

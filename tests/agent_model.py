@@ -24,6 +24,7 @@ CALLS = {
     "Bash": {"command": COMMAND, "description": "Makes a file"},  # Claude Code
     "exec_command": {"cmd": COMMAND},  # Codex
     "bash": {"command": COMMAND, "description": "Makes a file"},  # opencode
+    "run": {"command": COMMAND},  # llm
 }
 END = "<|end|>"
 _ROOT = Path(__file__).resolve().parents[1]

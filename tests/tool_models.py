@@ -12,11 +12,11 @@ TEMPLATE = (
 )
 
 
-def tool_model(source: Path, target: Path, template: str = TEMPLATE) -> Path:
-    """A copy of the model in `source` with this template and 4096 positions."""
+def tool_model(source: Path, target: Path, template: str = TEMPLATE, positions: int = 4096) -> Path:
+    """A copy of the model in `source` with this template and so many positions."""
     shutil.copytree(source, target)
     config = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
+    (target / "config.json").write_text(json.dumps(config | {"max_position_embeddings": positions}))
     (target / "chat_template.jinja").write_text(template)
     return target
 

@@ -1,6 +1,9 @@
 """Clients in programs that run asyncio, and in programs without an event loop, over a real small model."""
 
 import asyncio
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -18,6 +21,7 @@ from genbatch.clients.interface import ClientClosed
 from genbatch.clients.remote import RemoteClient, RPCClient, ZeroMQClient
 from genbatch.nif.errors import ModelError
 from genbatch.proto.errors import InvalidRequest
+from tests.waiting import ENGINE_PATIENCE_S
 
 ModelDir = Callable[[str], Path]
 LONG = 240  # tokens: nearly all that the model has positions for
@@ -169,6 +173,44 @@ def test_several_batchers_live_in_one_program_and_their_threads_end_with_them(
 
     asyncio.run(main())
     assert not [thread for thread in threading.enumerate() if thread.name == "genbatch-trio"]
+
+
+INTERRUPTED = {
+    "asyncio": """
+async def main():
+    async with open_batcher(sys.argv[1]) as batcher:
+        async with batcher.stream([5, 6], max_tokens=200, ignore_eos=True) as stream:
+            await anext(aiter(stream))
+            print("streams", flush=True)
+            await asyncio.Event().wait()
+
+asyncio.run(main())
+""",
+    "plain": """
+with open_batcher(sys.argv[1]) as batcher:
+    with batcher.stream([5, 6], max_tokens=200, ignore_eos=True) as stream:
+        next(iter(stream))
+        print("streams", flush=True)
+        while True:
+            batcher.generate([5, 6], max_tokens=200, ignore_eos=True)
+""",
+}
+
+
+@pytest.mark.parametrize("program", INTERRUPTED)
+def test_an_interrupt_ends_a_program_and_its_threads(program: str, tiny_model_dir: ModelDir) -> None:
+    source = "import asyncio, sys\nfrom genbatch import open_batcher\n" + INTERRUPTED[program]
+    command = [sys.executable, "-c", source, str(tiny_model_dir("llama"))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        try:
+            assert running.stdout is not None
+            assert running.stdout.readline() == "streams\n"
+            running.send_signal(signal.SIGINT)
+            _, errors = running.communicate(timeout=ENGINE_PATIENCE_S)
+        finally:
+            running.kill()
+    assert errors.rstrip().endswith("KeyboardInterrupt"), errors
+    assert running.returncode in (-signal.SIGINT, 128 + signal.SIGINT)
 
 
 def test_a_model_that_cannot_be_opened_says_so(tmp_path: Path) -> None:

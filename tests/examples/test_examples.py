@@ -33,6 +33,9 @@ class Examples:
         api = (f"{self.url}/v1", "model")
         asked = {
             "own_program": (str(model),),
+            "asyncio_program": (str(model), "uvloop"),
+            "anyio_program asyncio": (str(model), "asyncio"),
+            "anyio_program trio": (str(model), "trio"),
             "structured_output": (service.address,),
             "zeromq_client": (service.address, "Name a colour."),
             "agent": api,
@@ -45,7 +48,8 @@ class Examples:
         }
 
     def _run(self, name: str, arguments: tuple[str, ...]) -> str:
-        command = [sys.executable, "-W", "error::ResourceWarning", str(EXAMPLES / f"{name}.py"), *arguments]
+        program = str(EXAMPLES / f"{name.split()[0]}.py")
+        command = [sys.executable, "-W", "error::ResourceWarning", program, *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout
@@ -83,6 +87,19 @@ def test_a_program_of_ones_own(examples: Examples) -> None:
 def test_structured_output(examples: Examples) -> None:
     found = ast.literal_eval(examples.printed("structured_output"))
     assert found["country"] in ("France", "Japan", "Peru") and isinstance(found["capital"], bool), found
+
+
+def test_many_callers_on_asyncio_with_uvloop(examples: Examples) -> None:
+    answers, out_of_time, piece, freed = examples.printed("asyncio_program").splitlines()
+    assert (answers, out_of_time) == ("64 answers", "out of time")
+    assert re.fullmatch(r"the first piece: '.*'", piece)
+    assert re.fullmatch(r"cancelled: [12], blocks in use: 0", freed)
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_one_program_for_both_event_loops(examples: Examples, backend: str) -> None:
+    *answers, cancelled = examples.printed(f"anyio_program {backend}").splitlines()
+    assert len(answers) == 2 and cancelled == "cancelled: True"
 
 
 def test_a_zeromq_client_without_genbatch(examples: Examples) -> None:

@@ -256,7 +256,7 @@ def _custom_names(tools: Sequence[dict[str, Any]]) -> frozenset[str]:
 
 def _choice(choice: str | dict[str, Any]) -> str | dict[str, Any]:
     if isinstance(choice, str):
-        return choice
+        return "required" if choice == "any" else choice  # Mistral's word
     kind = choice.get("type")
     function = choice.get(kind) if kind in ("function", "custom") else None
     if not isinstance(function, dict):

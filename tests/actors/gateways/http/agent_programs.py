@@ -31,6 +31,7 @@ FILES = {
     "claude-code": (f"{_NPM}/.bin/claude", f"{_NPM}/@anthropic-ai/claude-code/package.json"),
     "codex": (f"{_NPM}/.bin/codex", f"{_NPM}/@openai/codex/package.json"),
     "opencode": (f"{_NPM}/.bin/opencode", f"{_NPM}/opencode-ai/package.json"),
+    "llm": ("bin/llm", ""),
     "litellm-proxy": ("bin/litellm", ""),
 }
 # These programs call home otherwise; only loopback is reached here.
@@ -136,6 +137,31 @@ def _(url: str, folder: Path) -> None:
     assert ANSWER in said, said
 
 
+# llm
+
+RUN = """
+import subprocess
+
+def run(command: str) -> str:
+    \"\"\"Runs a command.\"\"\"
+    return subprocess.run(command, shell=True, capture_output=True, text=True).stdout
+"""
+
+
+@tries("llm", "a turn with a tool call, streamed and whole")
+def _(url: str, folder: Path) -> None:
+    options = ({}, {"can_stream": False})
+    for more in options:
+        with home() as (work, environment):
+            settings = Path(environment["HOME"]) / "llm"
+            settings.mkdir()
+            model = {"model_id": "local", "model_name": "model", "api_base": url, "supports_tools": True, **more}
+            (settings / "extra-openai-models.yaml").write_text(json.dumps([model]))  # JSON is YAML
+            environment["LLM_USER_PATH"] = str(settings)
+            said = run(work, environment, str(folder / FILES["llm"][0]), "-m", "local", "--functions", RUN, ASKED)
+        assert said.strip().endswith(ANSWER), said
+
+
 # LiteLLM's proxy
 
 
@@ -222,7 +248,7 @@ def main(agent: str, url: str, folder: Path) -> None:
     else:
         from importlib.metadata import version as version_of
 
-        version = version_of("litellm")
+        version = version_of(agent.removesuffix("-proxy"))
     print(json.dumps({"version": version, "passed": passed, "failed": failed}))
 
 

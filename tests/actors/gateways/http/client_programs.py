@@ -524,6 +524,73 @@ def _(url: str) -> None:
     until_looked(ask, Colour)
 
 
+# langgraph
+
+
+@tries("langgraph", "a graph with a tool node, whole and streamed")
+def _(url: str) -> None:
+    from langchain_core.messages import AIMessage
+    from langchain_core.tools import tool
+    from langgraph.graph import START, MessagesState, StateGraph
+    from langgraph.prebuilt import ToolNode, tools_condition
+
+    looked: list[str] = []
+
+    @tool
+    def look(place: Literal["here", "there"]) -> str:
+        """Looks somewhere."""
+        looked.append(place)
+        return "nothing"
+
+    def ask(state: MessagesState) -> dict[str, Any]:
+        # At first it must look; then it may answer.
+        chat = langchain_chat(url).bind(max_tokens=60)
+        bound = chat if looked else langchain_chat(url).bind_tools([look], tool_choice="any", parallel_tool_calls=False)
+        return {"messages": [bound.invoke(state["messages"])]}
+
+    graph = StateGraph(MessagesState)
+    graph.add_node("ask", ask)
+    graph.add_node("tools", ToolNode([look]))
+    graph.add_edge(START, "ask")
+    graph.add_conditional_edges("ask", tools_condition)
+    graph.add_edge("tools", "ask")
+    app = graph.compile()
+    question: Any = {"messages": [USER]}
+    answer = app.invoke(question)["messages"][-1]
+    assert isinstance(answer, AIMessage) and answer.content and looked[0] in ("here", "there")
+    looked.clear()
+    pieces = [piece for piece, _ in app.stream(question, stream_mode="messages") if piece.type == "AIMessageChunk"]
+    assert looked and "".join(piece.content for piece in pieces) == answer.content
+
+
+# smolagents
+
+
+@tries("smolagents", "ToolCallingAgent with a tool and final_answer")
+def _(url: str) -> None:
+    import smolagents
+
+    def ask(look: Callable[..., str], seed: int) -> Any:
+        @smolagents.tool
+        def peek(place: str) -> str:
+            """Looks somewhere.
+
+            Args:
+                place: where to look.
+            """
+            return look("here")
+
+        model = smolagents.OpenAIServerModel(
+            "model", api_base=url, api_key="none", temperature=1.0, max_tokens=200, seed=seed
+        )
+        agent = smolagents.ToolCallingAgent(
+            tools=[peek], model=model, max_steps=12, verbosity_level=smolagents.LogLevel.OFF
+        )
+        return str(agent.run("Which?"))
+
+    until_looked(ask, str)
+
+
 # openai-agents
 
 
@@ -736,12 +803,86 @@ def _(url: str) -> None:
     assert json.loads(answer.message.content)["name"] in ("red", "green")
 
 
+@tries("ollama", "tools, with the answer sent back")
+def _(url: str) -> None:
+    def look(place: Literal["here", "there"]) -> str:
+        """Looks somewhere."""
+        return f"nothing {place}"
+
+    client, options = ollama_client(url), {"num_predict": 60, "temperature": 0}
+    # Ollama has no way to demand a call, so this one is the client's own.
+    call = {"function": {"name": "look", "arguments": {"place": "here"}}}
+    answers: Any = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    answers += [{"role": "tool", "tool_name": "look", "content": look("here")}]
+    said = client.chat(model="model", messages=[USER, *answers], tools=[look], options=options)
+    assert said.message.role == "assistant" and said.done
+
+
+@tries("ollama", "thinking, log-probs and embeddings")
+def _(url: str) -> None:
+    import ollama
+
+    client, options = ollama_client(url), {"num_predict": 3}
+    said = client.chat(
+        model="model", messages=[USER], options=options, think="low", logprobs=True, top_logprobs=2, keep_alive="5m"
+    )
+    assert len(said.logprobs) == 3 and all(len(entry.top_logprobs) == 2 for entry in said.logprobs)
+    try:
+        client.embed(model="model", input=["a", "b"])
+        raise AssertionError("a model that continues text gave embeddings")
+    except ollama.ResponseError as error:
+        assert error.status_code == 400 and "embeddings" in str(error)
+
+
 @tries("ollama", "list, ps and show")
 def _(url: str) -> None:
     [listed] = ollama_client(url).list().models
     [loaded] = ollama_client(url).ps().models
     assert listed.model == loaded.model
     assert "completion" in ollama_client(url).show(listed.model).capabilities
+
+
+# mistralai
+
+
+def mistral_client(url: str) -> Any:
+    from mistralai import Mistral
+
+    return Mistral(server_url=url.removesuffix("/v1"), api_key="none")
+
+
+@tries("mistralai", "chat, whole and streamed")
+def _(url: str) -> None:
+    asked: Any = {"model": "model", "messages": [USER], "max_tokens": 5, "temperature": 0.0, "random_seed": 7}
+    whole = mistral_client(url).chat.complete(**asked)
+    choice = whole.choices[0]
+    assert (choice.finish_reason, whole.usage.completion_tokens) == ("length", 5)
+    pieces = [event.data.choices[0].delta.content or "" for event in mistral_client(url).chat.stream(**asked)]
+    assert "".join(pieces) == choice.message.content
+
+
+@tries("mistralai", "tools")
+def _(url: str) -> None:
+    asked: Any = {"model": "model", "messages": [USER], "tools": [WEATHER], "tool_choice": "any", "max_tokens": 900}
+    (call, *_) = mistral_client(url).chat.complete(**asked).choices[0].message.tool_calls
+    assert is_weather(call.function.arguments)
+
+
+@tries("mistralai", "structured output")
+def _(url: str) -> None:
+    class Named(pydantic.BaseModel):  # the package's own helper takes no numbers in a Literal
+        name: Literal["red", "green"]
+
+    parsed = mistral_client(url).chat.parse(Named, model="model", messages=[USER], max_tokens=100, temperature=1.0)
+    assert isinstance(parsed.choices[0].message.parsed, Named)
+
+
+@tries("mistralai", "fim, whole and streamed")
+def _(url: str) -> None:
+    asked: Any = {"model": "model", "prompt": "def f(", "max_tokens": 5, "temperature": 0.0}
+    whole = mistral_client(url).fim.complete(**asked)
+    pieces = [event.data.choices[0].delta.content or "" for event in mistral_client(url).fim.stream(**asked)]
+    assert "".join(pieces) == whole.choices[0].message.content
 
 
 def main(client: str, url: str) -> None:

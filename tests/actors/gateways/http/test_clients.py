@@ -31,17 +31,25 @@ PROGRAMS = Path(__file__).with_name("client_programs.py")
 AGENT_PROGRAMS = Path(__file__).with_name("agent_programs.py")
 # By the environment that they are in: the tests' own, and the one that `make clients` makes.
 OTHERS = ROOT / ".venv-clients" / "bin" / "python"
-AI_SDK_PROGRAM = Path(__file__).with_name("ai_sdk.mjs")
-AI_SDK = {"ai": ("Output.object with tools", "Output.object with tools, streamed")}
-ROWS: dict[str, Any] = {**TRIED, **AI_SDK, **AGENTS}
+# By the client, its program for node, and the package that the program needs.
+NODE_PROGRAMS = {"ai": ("ai_sdk.mjs", "@ai-sdk/openai-compatible"), "ollama-js": ("ollama_sdk.mjs", "ollama")}
+NODE = {
+    "ai": ("Output.object with tools", "Output.object with tools, streamed"),
+    "ollama-js": ("chat, whole and streamed", "generate, structured", "a stream that is aborted", "list, ps and show"),
+}
+ROWS: dict[str, Any] = {**TRIED, **NODE, **AGENTS}
 MODULES = {"openai": "openai", "anthropic": "anthropic", "langchain-openai": "langchain_openai",
-           "pydantic-ai": "pydantic_ai", "langchain": "langchain", "openai-agents": "agents"}  # fmt: skip
-ELSEWHERE = ("litellm", "llama-index", "instructor", "ollama")
+           "pydantic-ai": "pydantic_ai", "langchain": "langchain", "langgraph": "langgraph",
+           "openai-agents": "agents"}  # fmt: skip
+ELSEWHERE = ("smolagents", "litellm", "llama-index", "instructor", "ollama", "mistralai")
+# A tiny model's tokens are single letters, and the prompts of agents have thousands of these.
+POSITIONS_OF_PROMPTS = 16384
 
 
 @pytest.fixture(scope="module")
 def url(tiny_model_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    model = tool_model(tiny_model_dir("llama"), tmp_path_factory.mktemp("clients") / "model")
+    folder = tmp_path_factory.mktemp("clients")
+    model = tool_model(tiny_model_dir("llama"), folder / "model", positions=POSITIONS_OF_PROMPTS)
     with threaded_service(model, http=":0") as service:
         yield f"{service.addresses[0]}/v1"
 
@@ -76,12 +84,14 @@ def run_agent(agent: str, url: str) -> dict[str, Any]:
     return _said([str(OTHERS), str(AGENT_PROGRAMS), agent, url, str(folder)], {**os.environ, "PYTHONPATH": ""})
 
 
-def run_ai_sdk(url: str) -> dict[str, Any]:
-    """What the program over the Vercel AI SDK says; skips where node or its packages are missing."""
+def run_node(client: str, url: str) -> dict[str, Any]:
+    """What a program for node says; skips where node or the client is missing."""
+    program, package = NODE_PROGRAMS[client]
     node, folder = shutil.which("node"), OTHERS.parents[1] / "npm"
-    if node is None or not (folder / "node_modules" / "@ai-sdk" / "openai-compatible").exists():
-        pytest.skip("the npm packages ai and @ai-sdk/openai-compatible are not installed; make clients, with npm")
-    return _said([node, str(AI_SDK_PROGRAM), url, str(folder)], dict(os.environ))
+    if node is None or not (folder / "node_modules" / package).exists():
+        pytest.skip(f"the npm package {package} is not installed; make clients, with npm")
+    command = [node, str(Path(__file__).with_name(program)), url, str(folder)]
+    return _said(command, {**os.environ, "NO_PROXY": "127.0.0.1"})
 
 
 def _said(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
@@ -106,8 +116,9 @@ def test_a_client_runs_unchanged_and_its_row_says_what_was_tried(client: str, ur
     check_row(client, run_client(client, url))
 
 
-def test_the_ai_sdk_runs_unchanged_and_its_row_says_what_was_tried(url: str) -> None:
-    check_row("ai", run_ai_sdk(url))
+@pytest.mark.parametrize("client", NODE)
+def test_a_client_for_node_runs_unchanged_and_its_row_says_what_was_tried(client: str, url: str) -> None:
+    check_row(client, run_node(client, url))
 
 
 @pytest.mark.parametrize("agent", AGENTS)

@@ -56,6 +56,7 @@ def streamed(client: httpx2.Client, path: str, **body: Any) -> list[dict[str, An
         (CHAT, {"structured_outputs": {"regex": "[0-9]{3}"}}, None),
         (CHAT, {"tools": None, "tool_choice": None, "seed": None, "stop": None, "n": None}, None),
         (CHAT, {"tool_choice": "none"}, None),
+        (CHAT, {"tool_choice": "any", "tools": [{"type": "function", "function": {"name": "f"}}]}, None),  # Mistral's
         (CHAT, {"logit_bias": {"1": 1.0}, "repetition_penalty": 1.1, "top_k": -1, "min_p": 0.1}, None),
         (CHAT, {"logit_bias": {"999999": 1.0}}, "logit_bias[999999]"),
         (CHAT, {"stop_token_ids": [999999]}, "stop_token_ids[0]"),
