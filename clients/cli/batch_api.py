@@ -14,7 +14,7 @@ from genbatch.actors.gateways.connection_limit import ConnectionLimit
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.http.app import make_app
 from genbatch.actors.gateways.http.asgi_call import post
-from genbatch.actors.gateways.http.batch_runner import ENDPOINTS, BatchLine
+from genbatch.actors.gateways.http.batch_runner import ENDPOINTS, BatchLine, fault_of
 from genbatch.actors.gateways.http.service_calls import HTTPCalls, OpenCalls
 from genbatch.actors.security.security import Security
 from genbatch.clients.interface import Client, embed_for, generate_for
@@ -38,12 +38,8 @@ class BatchAPI:
         Raises:
             InvalidRequest: the line asks for another method or path, or for a stream.
         """
-        if line.method != "POST":
-            raise InvalidRequest("method", f"{line.method[:16]!r} is not POST")
-        if line.url not in ENDPOINTS:
-            raise InvalidRequest("url", f"{line.url[:64]!r} is none of {', '.join(ENDPOINTS)}")
-        if line.body.get("stream"):
-            raise InvalidRequest("body.stream", "a batch file has whole answers")
+        if (fault := fault_of(line, ENDPOINTS)) is not None:
+            raise InvalidRequest(fault.param, fault.message)
         with ConnectionLimit(1).seat(lambda: None) as seat:
             status, body = await post(self._app, line.url, json.dumps(line.body).encode(), {"seat": seat})
         return status, json.loads(body)

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from genbatch.actors.gateways.http.batch_runner import ENDPOINTS, BatchRunner
-from genbatch.actors.gateways.http.batch_store import OPEN, Batch, StoredFile, new_batch_id
+from genbatch.actors.gateways.http.batch_store import Batch, StoredFile, new_batch_id
 from genbatch.actors.gateways.http.bodies import JSON, Refusal, decode_json
 from genbatch.proto.errors import InvalidRequest
 from genbatch.proto.messages import check_type
@@ -62,25 +62,28 @@ class BatchEndpoints:
         finally:
             await form.close()
         name = (upload.filename or "file").replace("\\", "/").rpartition("/")[2]
-        return JSON(_shown_file(self._store.add_file(_owner(request), name[:256], purpose, content)))
+        add = self._store.add_file
+        return JSON(_shown_file(await self._store.run(add, _owner(request), name[:256], purpose, content)))
 
     async def files(self, request: Request) -> Response:
         """The caller's files, the newest first."""
-        return JSON(_page([_shown_file(one) for one in self._store.files(_owner(request))], request))
+        files = await self._store.run(self._store.files, _owner(request))
+        return JSON(_page([_shown_file(one) for one in files], request))
 
     async def file(self, request: Request) -> Response:
         """One file's name, size and purpose."""
-        return JSON(_shown_file(self._store.file(_owner(request), request.path_params["id"])))
+        return JSON(_shown_file(await self._store.run(self._store.file, _owner(request), request.path_params["id"])))
 
     async def content(self, request: Request) -> Response:
         """A file's content."""
-        found = self._store.file(_owner(request), request.path_params["id"])
-        return Response(self._store.path(found.id).read_bytes(), media_type="application/octet-stream")
+        found = await self._store.run(self._store.file, _owner(request), request.path_params["id"])
+        content = await self._store.run(self._store.path(found.id).read_bytes)
+        return Response(content, media_type="application/octet-stream")
 
     async def delete(self, request: Request) -> Response:
         """Deletes a file that no open batch needs."""
         file_id = request.path_params["id"]
-        self._store.delete_file(_owner(request), file_id)
+        await self._store.run(self._store.delete_file, _owner(request), file_id)
         return JSON({"id": file_id, "object": "file", "deleted": True})
 
     async def create(self, request: Request) -> Response:
@@ -92,7 +95,7 @@ class BatchEndpoints:
             raise InvalidRequest("completion_window", f'must be "24h", not {fields.completion_window[:64]!r}')
         self._store.check_ours()
         owner, now = _owner(request), int(time.time())
-        self._store.file(owner, fields.input_file_id)
+        await self._store.run(self._store.file, owner, fields.input_file_id)
         batch = Batch(
             id=new_batch_id(),
             owner=owner,
@@ -104,25 +107,22 @@ class BatchEndpoints:
             expires_at=now + WINDOWS[fields.completion_window],
             metadata=fields.metadata,
         )
-        self._store.save(batch)
+        await self._store.run(self._store.save, batch)
         self._runner.wake()
         return JSON(_shown_batch(batch))
 
     async def batches(self, request: Request) -> Response:
         """The caller's batches, the newest first."""
-        return JSON(_page([_shown_batch(one) for one in self._store.batches(_owner(request))], request))
+        batches = await self._store.run(self._store.batches, _owner(request))
+        return JSON(_page([_shown_batch(one) for one in batches], request))
 
     async def batch(self, request: Request) -> Response:
         """One batch's state."""
-        return JSON(_shown_batch(self._store.batch(_owner(request), request.path_params["id"])))
+        return JSON(_shown_batch(await self._store.run(self._store.batch, _owner(request), request.path_params["id"])))
 
     async def cancel(self, request: Request) -> Response:
         """Ends a batch; the answers that it has stay."""
-        batch = self._store.batch(_owner(request), request.path_params["id"])
-        if batch.status not in OPEN:
-            raise Refusal(HTTPStatus.CONFLICT, "conflict", f"the batch is {batch.status} already")
-        self._runner.cancel(batch)
-        return JSON(_shown_batch(batch))
+        return JSON(_shown_batch(await self._runner.cancel(_owner(request), request.path_params["id"])))
 
 
 class NoBatches(BatchEndpoints):

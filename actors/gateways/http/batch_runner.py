@@ -7,16 +7,17 @@ lowest priority, and only while no request waits and a sequence is free beside o
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import trio
 from starlette.types import ASGIApp
 
 from genbatch.actors.gateways.http.asgi_call import post
-from genbatch.actors.gateways.http.batch_store import Batch, BatchStore, Status
+from genbatch.actors.gateways.http.batch_store import OPEN, Batch, BatchStore, Status
+from genbatch.actors.gateways.http.bodies import Refusal
 from genbatch.actors.gateways.http.service_calls import OURSELVES, HTTPCaller, HTTPCalls
 from genbatch.proto.errors import GenbatchError
 from genbatch.proto.validation import MAX_PRIORITY
@@ -43,6 +44,29 @@ class BatchLine(msgspec.Struct, frozen=True):
     method: str = "POST"
 
 
+class LineFault(NamedTuple):
+    """Why a line is not evaluated, as OpenAI names it."""
+
+    code: str
+    message: str
+    param: str | None = None
+
+
+def fault_of(line: BatchLine, urls: Sequence[str]) -> LineFault | None:
+    """Return the fault of a line by itself; None for none.
+
+    Args:
+        urls: what it may ask.
+    """
+    if line.method != "POST":
+        return LineFault("invalid_method", f"{line.method[:16]!r} is not POST", "method")
+    if line.url not in urls:
+        return LineFault("mismatched_endpoint", f"{line.url[:64]!r} is none of {', '.join(urls)}", "url")
+    if line.body.get("stream"):
+        return LineFault("invalid_request", "a batch file has whole answers", "body.stream")
+    return None
+
+
 class BatchRunner:
     """Evaluates batches; `run` is a task of the gateway.
 
@@ -61,6 +85,7 @@ class BatchRunner:
         self.store = store
         self._calls = calls
         self._changed = trio.Event()
+        self._choosing = trio.Lock()
         self._running: tuple[Batch, trio.CancelScope] | None = None
         self._has_priorities = True
         self._scope = trio.CancelScope()
@@ -74,21 +99,27 @@ class BatchRunner:
         """Look for a new batch."""
         self._changed.set()
 
-    def cancel(self, batch: Batch) -> None:
-        """Ends a batch; its requests under way are freed.
+    async def cancel(self, owner: str, batch_id: str) -> Batch:
+        """Cancel a batch and free its requests under way; return its state.
 
         Raises:
-            Unavailable: another service has the batches.
+            Refusal: there is no such batch, or it has ended.
+            Unavailable: another service has the batches, or the disk is full.
         """
         self.store.check_ours()
-        batch.status, batch.cancelling_at = "cancelling", int(time.time())
-        self.store.save(batch)
-        if self._running is not None and self._running[0].id == batch.id:
-            running, scope = self._running
-            running.status, running.cancelling_at = batch.status, batch.cancelling_at
-            scope.cancel()
-        else:
-            self._end(batch, "cancelled")
+        async with self._choosing:
+            batch = await self.store.run(self.store.batch, owner, batch_id)
+            running = self._running
+            if running is not None and running[0].id == batch_id:
+                batch, scope = running
+            if batch.status not in OPEN:
+                raise Refusal(HTTPStatus.CONFLICT, "conflict", f"the batch is {batch.status} already")
+            batch.status, batch.cancelling_at = "cancelling", int(time.time())
+            if running is not None and batch is running[0]:
+                scope.cancel()
+            else:
+                await self._end(batch, "cancelled")
+        return batch
 
     async def run(self) -> None:
         """Evaluate stored and new batches until `stop`."""
@@ -100,55 +131,64 @@ class BatchRunner:
     async def _run_all(self) -> None:
         while True:
             self._changed = trio.Event()
-            for batch in self.store.open_batches():
-                await self._run_one(batch)
-                break
-            else:
-                await self._changed.wait()
+            try:
+                if not await self._run_next():
+                    await self._changed.wait()
+            except GenbatchError:
+                logger.exception("the batches cannot be read")
+                await trio.sleep(RETRY_S)
 
-    async def _run_one(self, batch: Batch) -> None:
-        """Runs a batch to its end; at a cancellation from outside it stays open for the next start."""
-        if batch.status == "cancelling":
-            self._end(batch, "cancelled")
-        elif self._begin(batch):
-            with trio.CancelScope() as scope:
-                scope.deadline = trio.current_time() + batch.expires_at - time.time()
-                self._running = (batch, scope)
-                try:
-                    await _Evaluation(self, self.store, batch).run()
-                    self._end(batch, "completed")
-                except Exception:  # such as a full disk
-                    logger.exception("batch %s failed", batch.id)
-                    self._end(batch, "failed")
-                finally:
-                    self._running = None
-            if scope.cancelled_caught:
-                self._end(batch, "cancelled" if batch.cancelling_at is not None else "expired")
+    async def _run_next(self) -> bool:
+        """Run the oldest open batch to its end; return False without one.
 
-    def _begin(self, batch: Batch) -> bool:
-        """Checks every line; returns whether the batch can be evaluated."""
-        if batch.status == "in_progress":
-            return True
-        lines, errors = read_lines(self.store, batch)
-        if errors:
-            batch.errors = errors[:MAX_ERRORS]
-            self._end(batch, "failed")
-            return False
-        batch.status, batch.in_progress_at = "in_progress", int(time.time())
-        batch.counts.total = len(lines)
-        batch.output_file_id = self.store.result_file(batch, "output")
-        batch.error_file_id = self.store.result_file(batch, "errors")
-        self.store.save(batch)
+        If the service stops, the batch stays open for the next start.
+        """
+        scope = trio.CancelScope()
+        async with self._choosing:
+            batches = await self.store.run(self.store.open_batches)
+            if not batches:
+                return False
+            batch = batches[0]
+            self._running = (batch, scope)
+        try:
+            await self._end(batch, await self._status_after(batch, scope))
+        # guard: a batch that fails, such as on a full disk
+        except Exception:
+            logger.exception("batch %s failed", batch.id)
+            await self._end(batch, "failed")
+        finally:
+            self._running = None
         return True
 
-    def _end(self, batch: Batch, status: Status) -> None:
+    async def _status_after(self, batch: Batch, scope: trio.CancelScope) -> Status:
+        """Evaluate a batch within a scope; return the status with which it ends."""
+        if batch.status == "cancelling":
+            return "cancelled"
+        with scope:
+            scope.deadline = trio.current_time() + batch.expires_at - time.time()
+            if batch.status != "in_progress" and not await self._begin(batch):
+                return "failed"
+            await _Evaluation(self, self.store, batch).run()
+        if scope.cancelled_caught:
+            return "cancelled" if batch.cancelling_at is not None else "expired"
+        return "completed"
+
+    async def _begin(self, batch: Batch) -> bool:
+        """Check every line; return whether the batch can be evaluated."""
+        lines, errors = await self.store.run(read_lines, self.store, batch)
+        if errors:
+            batch.errors = errors[:MAX_ERRORS]
+            return False
+        batch.counts.total = len(lines)
+        batch.output_file_id = await self.store.run(self.store.result_file, batch, "output")
+        batch.error_file_id = await self.store.run(self.store.result_file, batch, "errors")
+        batch.status, batch.in_progress_at = "in_progress", int(time.time())
+        await self.store.run(self.store.save, batch)
+        return True
+
+    async def _end(self, batch: Batch, status: Status) -> None:
         batch.status, batch.ended_at = status, int(time.time())
-        empty = [one for one in (batch.output_file_id, batch.error_file_id) if one and not self.store.size(one)]
-        batch.output_file_id = None if batch.output_file_id in empty else batch.output_file_id
-        batch.error_file_id = None if batch.error_file_id in empty else batch.error_file_id
-        self.store.save(batch)
-        for file_id in empty:
-            self.store.delete_file(batch.owner, file_id)
+        await self.store.run(self.store.end, batch)
 
     async def room(self) -> int:
         """Return how many requests may begin now."""
@@ -187,7 +227,7 @@ class _Evaluation:
 
     async def run(self) -> None:
         """Evaluates every line that has no answer yet."""
-        todo = self._todo()
+        todo = await self._store.run(self._todo)
         async with trio.open_nursery() as nursery:
             while True:
                 for _ in range(await self._runner.room()):
@@ -203,7 +243,7 @@ class _Evaluation:
         answered, failed = (self._read_answers(file_id) for file_id in self._result_files())
         counts.completed, counts.failed = len(answered), len(failed)
         done = answered | failed
-        return ((number, line) for number, line in lines if line.custom_id not in done)
+        return iter([(number, line) for number, line in lines if line.custom_id not in done])
 
     def _result_files(self) -> tuple[str, str]:
         batch = self._batch
@@ -226,13 +266,17 @@ class _Evaluation:
         response = {"status_code": status, "request_id": name, "body": body}
         entry = {"id": name, "custom_id": line.custom_id, "response": response, "error": None}
         output, errors = self._result_files()
-        with self._store.path(output if is_answer else errors).open("ab") as file:
-            file.write(msgspec.json.encode(entry) + b"\n")
-        if is_answer:
-            batch.counts.completed += 1
+        await self._store.run(self._keep, output if is_answer else errors, msgspec.json.encode(entry) + b"\n")
+
+    def _keep(self, file_id: str, entry: bytes) -> None:
+        """Append an answer, and count it."""
+        self._store.append(file_id, entry)
+        counts = self._batch.counts
+        if file_id == self._batch.output_file_id:
+            counts.completed += 1
         else:
-            batch.counts.failed += 1
-        self._store.save(batch)
+            counts.failed += 1
+        self._store.save(self._batch)
 
 
 def read_lines(store: BatchStore, batch: Batch) -> tuple[list[tuple[int, BatchLine]], list[dict[str, Any]]]:
@@ -243,30 +287,18 @@ def read_lines(store: BatchStore, batch: Batch) -> tuple[list[tuple[int, BatchLi
     for number, data in enumerate(store.path(batch.input_file_id).read_bytes().split(b"\n"), 1):
         if not data.strip():
             continue
-        fault: tuple[str, str, str | None] | None
         try:
             line = msgspec.json.decode(data, type=BatchLine)
-            fault = _fault_of(line, batch.endpoint, seen)
+            fault = fault_of(line, [batch.endpoint])
+            if line.custom_id in seen:
+                fault = LineFault("duplicate_custom_id", f"{line.custom_id[:64]!r} is used twice", "custom_id")
         except (msgspec.DecodeError, RecursionError) as error:
-            fault = ("invalid_json_line", str(error) or "nested too deeply", None)
+            fault = LineFault("invalid_json_line", str(error) or "nested too deeply")
         if fault is None:
             seen.add(line.custom_id)
             lines.append((number, line))
         else:
-            code, message, param = fault
-            errors.append({"code": code, "message": message, "param": param, "line": number})
+            errors.append({**fault._asdict(), "line": number})
     if not lines and not errors:
         errors.append({"code": "empty_file", "message": "the file has no requests", "param": None, "line": None})
     return lines, errors
-
-
-def _fault_of(line: BatchLine, endpoint: str, seen: set[str]) -> tuple[str, str, str | None] | None:
-    if line.method != "POST":
-        return "invalid_method", f"{line.method[:16]!r} is not POST", "method"
-    if line.url != endpoint:
-        return "mismatched_endpoint", f"{line.url[:64]!r} is not the batch's endpoint {endpoint}", "url"
-    if line.custom_id in seen:
-        return "duplicate_custom_id", f"{line.custom_id[:64]!r} is used twice", "custom_id"
-    if line.body.get("stream"):
-        return "invalid_request", "a batch file has whole answers", "body.stream"
-    return None

@@ -5,19 +5,25 @@
     DIR/batches/batch_ID.json  a batch's state, written anew at each change
 
 A batch's answers are appended line by line, so a service that starts again goes on behind the last whole line.
+
+The methods read and write files. On the event loop they are called by `BatchStore.run`, which has a thread for them.
 """
 
+import errno
+import logging
 import os
 import re
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
+import trio
 from filelock import FileLock, Timeout
 
 from genbatch.actors.gateways.http.bodies import Refusal
@@ -87,6 +93,8 @@ class Batch(msgspec.Struct):
 
 
 T = TypeVar("T", StoredFile, Batch)
+R = TypeVar("R")
+logger = logging.getLogger(__name__)
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{24}")
 
 
@@ -111,7 +119,9 @@ class BatchStore:
             raise OptionError("batch_dir", f"{directory} cannot be made: {error.strerror}") from error
         if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
             raise OptionError("batch_dir", f"{directory} is not a directory of this user alone (mode 0700)")
-        self._lock = FileLock(directory / "lock")
+        self._turns = trio.CapacityLimiter(1)
+        self._unsaved: dict[str, Batch] = {}  # ended batches that the disk has no room for
+        self._lock = FileLock(directory / "lock", thread_local=False)  # its calls run on several threads
         if not self.acquire() and not waits:
             raise OptionError("batch_dir", f"another service uses {directory}")
 
@@ -135,6 +145,17 @@ class BatchStore:
         """Lets another service use the directory."""
         self._lock.release()
 
+    async def run(self, work: Callable[..., R], *args: Any) -> R:
+        """Call a function on a thread; the calls of a store run one after another.
+
+        Raises:
+            Unavailable: the operating system refuses, such as for a full disk.
+        """
+        try:
+            return await trio.to_thread.run_sync(partial(work, *args), limiter=self._turns)
+        except OSError as error:
+            raise Unavailable(f"the batch directory cannot be used: {error.strerror}", retry_after_ms=1000) from error
+
     # Files
 
     def add_file(self, owner: str, filename: str, purpose: str, content: bytes) -> StoredFile:
@@ -149,9 +170,24 @@ class BatchStore:
         if held + len(content) > MAX_STORE_BYTES:
             raise InvalidRequest("file", f"{held} of {MAX_STORE_BYTES} bytes are in use: delete files first")
         made = StoredFile(_new_id("file-"), owner, len(content), int(time.time()), filename, purpose)
-        self.path(made.id).write_bytes(content)
-        _write(self._files / f"{made.id}.json", made)
+        try:
+            self.path(made.id).write_bytes(content)
+            _write(self._files / f"{made.id}.json", made)
+        except OSError:
+            self.path(made.id).unlink(missing_ok=True)
+            raise
         return made
+
+    def append(self, file_id: str, data: bytes) -> None:
+        """Append to a file: all of the data, or nothing."""
+        with self.path(file_id).open("ab", buffering=0) as file:
+            before = file.tell()
+            try:
+                if file.write(data) < len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                file.truncate(before)
+                raise
 
     def file(self, owner: str, file_id: str) -> StoredFile:
         """One of the owner's files, with its size of now.
@@ -195,23 +231,46 @@ class BatchStore:
         """Keeps a batch's state of now."""
         _write(self._batches / f"{batch.id}.json", batch)
 
+    def end(self, batch: Batch) -> None:
+        """Keep the state of a batch that has ended, and delete its result files without content.
+
+        If the disk is full, the state stays in memory. A service that starts again then goes on with the batch.
+        """
+        self._unsaved[batch.id] = batch
+        try:
+            results = [one for one in (batch.output_file_id, batch.error_file_id) if one is not None]
+            empty = [one for one in results if not self.size(one)]
+            batch.output_file_id = None if batch.output_file_id in empty else batch.output_file_id
+            batch.error_file_id = None if batch.error_file_id in empty else batch.error_file_id
+            for unsaved in list(self._unsaved.values()):
+                self.save(unsaved)
+                del self._unsaved[unsaved.id]
+            for file_id in empty:
+                self.delete_file(batch.owner, file_id)
+        except OSError:
+            logger.exception("the state of batch %s cannot be written", batch.id)
+
     def batch(self, owner: str, batch_id: str) -> Batch:
         """One of the owner's batches.
 
         Raises:
             Refusal: there is none of this id.
         """
-        return _read(self._batches, batch_id, owner, Batch, "batch")
+        found = _read(self._batches, batch_id, owner, Batch, "batch")
+        return self._unsaved.get(batch_id, found)
 
     def batches(self, owner: str) -> list[Batch]:
         """The owner's batches, the newest first."""
-        found = [one for one in _all(self._batches, Batch) if one.owner == owner]
+        found = [one for one in self._all_batches() if one.owner == owner]
         return sorted(found, key=lambda one: (-one.created_at, one.id))
 
     def open_batches(self) -> list[Batch]:
         """Everybody's batches that have not ended, the oldest first."""
-        found = [one for one in _all(self._batches, Batch) if one.status in OPEN]
+        found = [one for one in self._all_batches() if one.status in OPEN]
         return sorted(found, key=lambda one: (one.created_at, one.id))
+
+    def _all_batches(self) -> Iterator[Batch]:
+        return (self._unsaved.get(one.id, one) for one in _all(self._batches, Batch))
 
     def result_file(self, batch: Batch, kind: str) -> str:
         """The id of a new, empty file for a batch's answers or errors."""
@@ -230,8 +289,12 @@ def _new_id(prefix: str) -> str:
 def _write(path: Path, state: StoredFile | Batch) -> None:
     """Replaces a file whole, so that a kill leaves the old state or the new one."""
     new = path.with_suffix(".new")
-    new.write_bytes(msgspec.json.encode(state))
-    new.replace(path)
+    try:
+        new.write_bytes(msgspec.json.encode(state))
+        new.replace(path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
 
 
 def _read(folder: Path, name: str, owner: str, kind: type[T], what: str) -> T:
@@ -250,4 +313,7 @@ def _read(folder: Path, name: str, owner: str, kind: type[T], what: str) -> T:
 
 def _all(folder: Path, kind: type[T]) -> Iterator[T]:
     for path in folder.glob("*.json"):
-        yield msgspec.json.decode(path.read_bytes(), type=kind)
+        try:
+            yield msgspec.json.decode(path.read_bytes(), type=kind)
+        except (msgspec.DecodeError, FileNotFoundError) as error:  # damaged, or just deleted
+            logger.warning("%s cannot be read: %s", path, error)

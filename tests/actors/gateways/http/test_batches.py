@@ -1,6 +1,10 @@
 """/v1/files and /v1/batches: OpenAI's own client, restarts, other owners, and live traffic that goes first."""
 
+import errno
 import json
+import os
+import resource
+import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -306,6 +310,82 @@ BAD_LINES = {
     "invalid_json_line": {"custom_id": 7},
     "duplicate_custom_id": line("z", "again"),
 }
+
+
+@pytest.mark.parametrize("full_at", ["the first answer", "the result files"])
+async def test_a_full_disk_fails_that_batch_alone_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full_at: str
+) -> None:
+    """The store's own writes get what the operating system answers on a full disk."""
+    write_bytes, append, is_full = Path.write_bytes, BatchStore.append, full_at == "the result files"
+
+    def write_if_room(path: Path, data: bytes) -> int:
+        if is_full and path.parent.name in ("files", "batches"):
+            write_bytes(path, data[: len(data) // 2])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write_bytes(path, data)
+
+    def append_if_room(store: BatchStore, file_id: str, data: bytes) -> None:
+        if is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        append(store, file_id, data)
+
+    monkeypatch.setattr(BatchStore, "append", append_if_room)
+    monkeypatch.setattr(Path, "write_bytes", write_if_room)
+    batcher = Slots(requests_waiting=1)
+    async with served_http(batcher=batcher, batch_dir=tmp_path / "b") as served:
+        is_full = False
+        batch = await begin(served.client, [line("a", "hold a"), line("b", "hold b")])
+        if full_at == "the first answer":
+            while (await state(served.client, batch["id"]))["status"] != "in_progress":
+                pass
+        is_full = True
+        batcher.stats["requests_waiting"] = 0
+        if full_at == "the first answer":
+            (await batcher.arrival("hold a")).finish()
+        found = await until(served.client, batch["id"], "failed")
+        assert found["status"] == "failed"
+        form: Any = {"files": {"file": ("q", b"{}")}, "data": {"purpose": "batch"}}
+        refused = await served.client.post("/v1/files", **form)
+        assert refused.status_code == 503 and "No space left" in refused.json()["error"]["message"]
+        body = {"input_file_id": batch["input_file_id"], "endpoint": COMPLETIONS}
+        assert (await served.client.post("/v1/batches", json=body)).status_code == 503
+        answer = await served.client.post(COMPLETIONS, json={"prompt": "one two"})
+        assert answer.json()["choices"][0]["text"] == "onetwo"
+        is_full = False
+        again = await begin(served.client, [line("a", "three")])
+        done = await until(served.client, again["id"], "completed")
+        assert done["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
+        stored = (tmp_path / "b/batches" / f"{batch['id']}.json").read_bytes()
+        assert msgspec.json.decode(stored, type=Batch).status == "failed"  # there is room now
+        assert sorted(one.name for one in (tmp_path / "b/files").iterdir() if one.suffix == ".new") == []
+
+
+async def test_an_answer_that_does_not_fit_on_the_disk_leaves_no_half_line(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path / "b")
+    file = store.add_file("x", "answers", "batch_output", b"one\n")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6, limit[1]))
+    try:
+        with pytest.raises(OSError):
+            store.append(file.id, b"three\n")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    store.append(file.id, b"two\n")
+    assert store.path(file.id).read_bytes() == b"one\ntwo\n"
+    store.close()
+
+
+async def test_a_damaged_state_hides_no_other_batch(tmp_path: Path) -> None:
+    (tmp_path / "b/batches").mkdir(parents=True, mode=0o700)
+    (tmp_path / "b").chmod(0o700)
+    (tmp_path / "b/batches" / f"batch_{'0' * 24}.json").write_bytes(b'{"id": "batch_')
+    async with served_http(batcher=Slots(), batch_dir=tmp_path / "b") as served:
+        batch = await begin(served.client, [line("a", "one")])
+        await until(served.client, batch["id"], "completed")
+        assert len((await served.client.get("/v1/batches")).json()["data"]) == 1
 
 
 async def test_faulty_lines_are_named_and_nothing_is_evaluated(tmp_path: Path) -> None:
