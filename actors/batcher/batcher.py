@@ -259,7 +259,7 @@ class Batcher(BatcherParts):
             is_done = self._carry_out(self._plan(inflight, budget), gave_way, can_be_stuck=not inflight)
 
     def _give_way(self, inflight: frozenset[int]) -> list[LlmRequest]:
-        """Pause sequences of clients above their share of the slots, and return these sequences."""
+        """Pause sequences of clients above their share of slots or blocks, and return these sequences."""
         gave_way: list[LlmRequest] = [*self.planner.giving_way(inflight)]
         for unit in slotted(gave_way):
             self.slots.pause(unit)

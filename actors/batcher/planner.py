@@ -9,12 +9,19 @@ from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, replace
 from typing import cast
 
+from genbatch.actors.batcher.block_shares import BlockShares
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.requests import HeldPrompt, Planned, Sequence, Slotted, slotted
 from genbatch.actors.batcher.slots import HeldPrompts, Slots, waiting_key
 from genbatch.actors.scheduling.plan import BatchingType, PromptBudget, StepLimits, forwards, prompt_budget
 from genbatch.actors.scheduling.request import Blocks, LlmRequest, Phase, RequestList, total
-from genbatch.actors.scheduling.scheduler import RequestScheduler, SchedulerError, SchedulerOutput, normalize_output
+from genbatch.actors.scheduling.scheduler import (
+    DEFAULT_MARGIN,
+    RequestScheduler,
+    SchedulerError,
+    SchedulerOutput,
+    normalize_output,
+)
 from genbatch.actors.scheduling.spec import STEP_ORDERS, build_scheduler
 from genbatch.nif.kv.kv_cache import KVCache
 from genbatch.nif.kv.reservation import Beginning
@@ -258,6 +265,8 @@ class Planner:
         self._kv = kv
         self._kv_view = kv_view
         self._slots = slots
+        margin = options.scheduling.margin
+        self._shares = BlockShares(slots, kv, kv_view, DEFAULT_MARGIN if margin is None else margin)
         self._held = held
         self._is_whole = True  # whether all of the last plan fitted
 
@@ -336,12 +345,14 @@ class Planner:
             log.info("the scheduler %s has failed %d times with %s", name, count, kind)
 
     def giving_way(self, inflight: Set[int]) -> list[Sequence]:
-        """Return the sequences to pause before the plan, so that each waiting client gets its share of the slots.
+        """Return the sequences to pause before the plan, so that each waiting client gets its share.
 
         Args:
             inflight: ids of the sequences that must not be paused.
         """
-        return self._slots.giving_way(inflight) if self.is_owed() else []
+        if self._options.scheduling.never_pauses:
+            return []
+        return self._slots.giving_way(inflight) if self._slots.is_owed() else self._shares.giving_way(inflight)
 
     def is_owed(self) -> bool:
         """Return whether a client waits below its share of the slots and another one's sequence may be paused."""

@@ -3,7 +3,7 @@
 HeldPrompts knows the prefixes that sequences can share. Swap keeps the KV of paused sequences in host memory.
 
 Clients share the slots while more than one has work: each may hold an equal share. A client may hold more only while
-no client below its share waits. Otherwise it pauses a sequence (`giving_way`).
+no client below its share waits. Otherwise it pauses a sequence (`giving_way`). `BlockShares` does the same for blocks.
 """
 
 from bisect import insort
@@ -17,8 +17,8 @@ import trio
 
 from genbatch.actors.batcher.journal import Journal
 from genbatch.actors.batcher.requests import HeldPrompt, Sequence, Slotted
-from genbatch.actors.scheduling.fair_share import FairShare, slots_share
-from genbatch.actors.scheduling.request import LlmRequest, Phase
+from genbatch.actors.scheduling.fair_share import OUTPUT_WEIGHT, FairShare, slots_share
+from genbatch.actors.scheduling.request import Blocks, LlmRequest, Phase
 from genbatch.nif.context import Context
 from genbatch.nif.errors import OptionError
 from genbatch.nif.kv.offload import HostBlockStore
@@ -309,7 +309,7 @@ class Slots:
             inflight: ids of the sequences that cannot be paused now.
         """
         held, share = self._holding()
-        able = [one for one in self.sequences.values() if _has_had_a_turn(one) and one.request_id not in inflight]
+        able = self.pausable(inflight)
         free, chosen = len(self.seq_pool), list[Sequence]()
         for sequence in self._ready_in_turn():
             held[_account(sequence)] += sequence.width
@@ -329,6 +329,32 @@ class Slots:
             free += len(for_it)
             chosen += for_it
         return chosen
+
+    def pausable(self, inflight: Set[int]) -> list[Sequence]:
+        """Return the running sequences that may be paused for another client.
+
+        Args:
+            inflight: ids of the sequences that cannot be paused now.
+        """
+        return [one for one in self.sequences.values() if _has_had_a_turn(one) and one.request_id not in inflight]
+
+    def first_of_several(self) -> Sequence | None:
+        """Return the waiting sequence that starts next, if a slot is free and several clients have work."""
+        if self._fair is None or not self.pending or not self.seq_pool or len(self._clients()) < 2:
+            return None
+        return next(iter(self.ready()), None)
+
+    def seq_ids_by_client(self) -> dict[str, list[int]]:
+        """Return the slots of each client with work; a client that only waits has none."""
+        seq_ids: dict[str, list[int]] = {account: [] for account in self._clients()}
+        for sequence in self.sequences.values():
+            seq_ids[_account(sequence)] += sequence.kv_slots
+        return seq_ids
+
+    def served(self, account: str) -> float:
+        """Return the weighted tokens that a client has had, including those of its open sequences."""
+        assert self._fair is not None
+        return self._fair.served(account) + OUTPUT_WEIGHT * self._generated()[account]
 
     def beginning_of(self, unit: Slotted) -> Beginning:
         """Return the prefix that a waiting sequence would start with now, and the blocks that it takes."""
@@ -442,24 +468,42 @@ class Slots:
         return within + beyond
 
     def _in_turn(self) -> list[Sequence]:
-        """Return the waiting sequences in turn; begun ones come first, since their callers already read."""
+        """Return the waiting sequences in turn; begun ones come first, since their callers already read.
+
+        A begun sequence with more than its client's share of the blocks waits for the client's turn, as others do.
+        """
         # guard: clients take turns
         if self._fair is None or len(self.pending) < 2:
             return self.pending
-        begun = [sequence for sequence in self.pending if sequence.has_begun]
-        fresh = [sequence for sequence in self.pending if not sequence.has_begun]
-        at_work: Counter[str] = Counter()
-        for sequence in (*self.sequences.values(), *begun):
-            at_work[_account(sequence)] += sequence.num_generated
-        return begun + self._fair.in_turn(fresh, _account, _charge, at_work)
+        num_clients = len(self._clients())
+        begun: list[Sequence] = []
+        others: list[Sequence] = []
+        for one in self.pending:
+            (begun if one.has_begun and self._fits_share(one, num_clients) else others).append(one)
+        return begun + self._fair.in_turn(others, _account, _charge, self._generated())
+
+    def _fits_share(self, sequence: Sequence, num_clients: int) -> bool:
+        """Return whether a sequence takes at most an equal share of the blocks."""
+        kv = self._ctx.kv
+        return Blocks(kv.most_held(len(sequence.tokens))) * num_clients <= Blocks(kv.num_blocks)
+
+    def _clients(self) -> set[str]:
+        """Return the clients with work."""
+        return {_account(sequence) for sequence in (*self.sequences.values(), *self.pending)}
+
+    def _generated(self) -> Counter[str]:
+        """Return each client's generated tokens of open sequences, which are not charged yet."""
+        generated: Counter[str] = Counter()
+        for sequence in (*self.sequences.values(), *self.pending):
+            generated[_account(sequence)] += sequence.num_generated
+        return generated
 
     def _holding(self) -> tuple[Counter[str], int]:
         """Return the slots that each client holds, and the equal share of every client with work."""
         held: Counter[str] = Counter()
         for sequence in self.sequences.values():
             held[_account(sequence)] += sequence.width
-        clients = held.keys() | {_account(sequence) for sequence in self.pending}
-        return held, slots_share(self.n_parallel, len(clients))
+        return held, slots_share(self.n_parallel, len(self._clients()))
 
     def _with_slots(self, ready: list[Sequence]) -> list[Sequence]:
         """Return the waiting sequences with a slot for each beam; no sequence overtakes one without enough slots."""

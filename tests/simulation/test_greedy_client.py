@@ -161,3 +161,44 @@ def test_polite_clients_are_served_beside_a_greedy_one_where_memory_is_short(mod
     assert max(wait for client in polite for wait in client.waits) <= (96 + 16) * STEP_S
     served = [len(client.waits) for client in polite]
     assert max(served) - min(served) <= 1, served
+
+
+@pytest.mark.parametrize("space", [0.0, 0.001], ids=["evaluated anew", "swapped"])
+def test_a_request_that_fills_the_pool_gives_way_to_polite_clients_and_keeps_its_text(
+    model: Model, space: float
+) -> None:
+    """Each of the greedy client's requests keeps the pool from everybody for 147 steps, and three are always open."""
+    streams: list[SimCall] = []
+    polite = [Client(f"polite {number}", 8) for number in range(3)]
+    pauses = swaps = 0
+
+    async def fill(caller: SimCaller, rng: random.Random) -> None:
+        while True:
+            prompt = [rng.randrange(FIRST_PLAIN, VOCAB) for _ in range(100)]
+            request = GenerateRequest(token_ids=prompt, max_tokens=147, ignore_eos=True, deadline_s=3000.0)
+            streams.append(await caller.ask(request))
+            await streams[-1].ended.wait()
+
+    async def story(service: SimService) -> None:
+        with trio.move_on_after(90.0):
+            async with trio.open_nursery() as nursery:
+                for _ in range(3):
+                    nursery.start_soon(fill, service.connect("greedy"), random.Random(0))
+                await trio.sleep(3.0)
+                for number, client in enumerate(polite):
+                    caller, rng = service.connect(client.name), random.Random(100 + number)
+                    nursery.start_soon(ask_politely, caller, client, rng)
+        nonlocal pauses, swaps
+        pauses, swaps = service.batcher.stats.preemptions, service.batcher.stats.swaps
+        service.nursery.cancel_scope.cancel()
+
+    options = BatcherOptions(n_parallel=SLOTS, cpu_offload_space=space, margin=0.6)
+    run_simulated(story, model, options, num_blocks=62)
+    ended = [stream for stream in streams if stream.ended.is_set()]
+    assert len(ended) >= 3, "the greedy client has its turns, too"
+    for stream in ended:
+        assert stream.end["token_ids"] == answer_to(stream.request) and len(stream.token_times) == 147
+    # The second pause of a request comes after twice as many tokens as the first; alone a request takes 37 s.
+    assert max(wait for client in polite for wait in client.waits) <= (2 * TURN_TOKENS + 4) * STEP_S
+    assert all(len(client.waits) >= 10 for client in polite)
+    assert pauses >= 4 and (swaps > 0) == (space > 0)

@@ -21,13 +21,30 @@ def waits(account: str, arrival: int, num_pauses: int = 0, width: int = 1) -> Se
     )
 
 
+def small_pool(num_blocks: int) -> Any:
+    """A context of which only the number of blocks counts; a sequence takes four."""
+    return SimpleNamespace(kv=SimpleNamespace(most_held=lambda length: (4,), num_blocks=(num_blocks,)))
+
+
+def test_what_was_paused_with_more_than_its_share_of_the_blocks_waits_for_its_clients_turn() -> None:
+    fair = FairShare()
+    for account in "ab":
+        fair.enter(account)
+    fair.charge("b", prompt_tokens=100)
+    for num_blocks, first in ((8, "b"), (7, "a")):
+        slots = Slots(small_pool(num_blocks), HeldPrompts([], 1), cast(Any, None), fair, 4, cast(Any, None))
+        slots.enqueue(waits("a", 1))
+        slots.enqueue(waits("b", 2, num_pauses=1))
+        assert next(one.request.account for one in slots.ready()) == first
+
+
 def test_what_was_paused_goes_first_and_then_clients_take_turns() -> None:
     """A paused one has paid for its prompt, and somebody has begun to read it."""
     fair = FairShare()
     for account in "aab":
         fair.enter(account)
     fair.charge("b", prompt_tokens=100)
-    slots = Slots(cast(Any, None), HeldPrompts([], 1), cast(Any, None), fair, 4, cast(Any, None))
+    slots = Slots(small_pool(100), HeldPrompts([], 1), cast(Any, None), fair, 4, cast(Any, None))
     first, second, other, paused = waits("a", 1), waits("a", 2), waits("b", 3), waits("b", 4, num_pauses=1)
     for one in (first, second, other, paused):
         slots.enqueue(one)
@@ -66,7 +83,7 @@ def test_beams_find_a_slot_for_each_or_wait_and_nobody_overtakes_them() -> None:
 
 def holding(running: list[Sequence], waiting: list[Sequence], num_slots: int = 4) -> Slots:
     """Slots that are taken in this order."""
-    slots = Slots(cast(Any, None), HeldPrompts([], 1), cast(Any, None), FairShare(), num_slots, cast(Any, None))
+    slots = Slots(small_pool(100), HeldPrompts([], 1), cast(Any, None), FairShare(), num_slots, cast(Any, None))
     for sequence in running:
         sequence.phase = Phase.DECODING
         sequence.num_generated = sequence.drawn_before + TURN_TOKENS
