@@ -12,6 +12,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -29,6 +30,8 @@ from genbatch.actors.security.key_files import AddressError
 
 Door = Literal["zeromq", "rpc", "http", "metrics"]
 DOORS: tuple[Door, ...] = get_args(Door)
+# Seconds between two turns of refusing connections.
+REFUSE_S = 0.01
 # libzmq resolves each of these names to one IPv4 address.
 _ZEROMQ_HOSTS = {"*": "0.0.0.0", "localhost": "127.0.0.1"}
 
@@ -162,12 +165,38 @@ class LentSocket:
         self._listening = listening
         self.descriptor = os.dup(listening.fileno())  # libzmq closes this copy
         self.endpoint = ""  # libzmq's name for it, once it is bound
+        self._has_stopped = False
 
     def stop_accepting(self) -> None:
         """Leave new connections in the queue, for a process that has a copy of the socket.
 
         libzmq must poll the descriptor already: it must have accepted a connection.
         """
+        self._has_stopped = True
+        self._redirect()
+
+    async def refuse(self) -> None:
+        """Close new connections at once, until cancelled; their clients connect again by themselves.
+
+        libzmq must have accepted a connection.
+        """
+        self._redirect()
+        try:
+            while not self._has_stopped:
+                await trio.lowlevel.wait_readable(self._listening)
+                self._refuse_waiting()
+                await trio.sleep(REFUSE_S)
+        finally:
+            if not self._has_stopped:
+                os.dup2(self._listening.fileno(), self.descriptor, inheritable=False)
+
+    def _refuse_waiting(self) -> None:
+        with suppress(OSError):  # none is left, or no descriptor is
+            while not self._has_stopped:
+                self._listening.accept()[0].close()
+
+    def _redirect(self) -> None:
+        """Let libzmq find no connection."""
         # The socket lies in a folder of this user alone, and has no name once the folder is removed.
         with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as unreachable:
             unreachable.bind(f"{folder}/s")

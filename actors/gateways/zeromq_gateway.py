@@ -257,6 +257,7 @@ class ZeroMQGateway:
             nursery.start_soon(self._send_new)
             nursery.start_soon(self._send_again)
             nursery.start_soon(self._guard.run, self._part_from)
+            nursery.start_soon(self._refuse_while_full)
             task_status.started(self.address)
             while True:
                 messages = await self._socket.recv_many_signed(MESSAGES_PER_TURN, BYTES_PER_TURN)
@@ -267,11 +268,20 @@ class ZeroMQGateway:
                     self._guard.connections.emptied()
                 await trio.lowlevel.checkpoint()
 
+    async def _refuse_while_full(self) -> None:
+        """Refuse new connections while the messages of others fill the room."""
+        unfinished = self._guard.connections.unfinished
+        while True:
+            await unfinished.full.wait()
+            async with trio.open_nursery() as nursery:
+                for lent in self._lent:
+                    nursery.start_soon(lent.refuse)
+                await unfinished.fits.wait()
+                nursery.cancel_scope.cancel()
+
     def _receive(self, signed: Signed) -> None:
-        connection, connections = signed.connection, self._guard.connections
-        if connection is None or connection not in connections:
-            return  # the client is gone, so no answer is needed
-        if connections.took(connection, signed.parts[1:]):
+        connection = signed.connection
+        if self._guard.connections.took(connection, signed.parts[0], signed.parts[1:]) and connection is not None:
             with self._fault_ends(connection):
                 self._act(connection, signed)
 
@@ -289,6 +299,10 @@ class ZeroMQGateway:
         identity, *rest = signed.parts
         peer = self._peers.get(identity)
         if peer is None or (peer.connection, peer.key) != (connection, signed.user_id):
+            other = self._peers_by_connection.get(connection)
+            # guard: messages of an ended connection beside its successor
+            if other is not None and not _is_later(identity, other.identity):
+                return
             peer = self._meet(identity, connection, signed.user_id)
         peer.last_heard = trio.current_time()
         peer.delimited = len(rest) > 1 and not rest[0]
@@ -320,7 +334,7 @@ class ZeroMQGateway:
             peer=Peer(f"zeromq:{identity.hex()}", account_of_descriptor(connection)),
             tenant=self._guard.tenant(key),
         )
-        self._guard.connections.heard(connection)
+        self._guard.connections.heard(connection, identity)
         self._peers[identity] = self._peers_by_connection[connection] = peer
         return peer
 
@@ -418,6 +432,19 @@ class ZeroMQGateway:
             session.cancel_all(Cancelled(f"the client was not heard for {lease_s:g} s"))
         elif lease_s is not None and session.num_calls and not peer.delimited:
             session.heartbeat()
+
+
+def _is_later(identity: bytes, other: bytes) -> bool:
+    """Return whether of two clients with the same descriptor the first one connected later.
+
+    libzmq delivers the messages of a connection after the connection's end, beside messages of the next connection with
+    the same descriptor. It numbers clients without an identity of their own: a zero byte, and four bytes that count up.
+    """
+    is_numbered, is_other_numbered = (len(one) == 5 and one[0] == 0 for one in (identity, other))
+    if not (is_numbered and is_other_numbered):
+        return is_numbered or not is_other_numbered or identity == other
+    difference = int.from_bytes(identity[1:]) - int.from_bytes(other[1:])
+    return difference % 2**32 < 2**31
 
 
 def _revoked() -> Unauthenticated:

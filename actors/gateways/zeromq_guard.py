@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 # The most that one client may send while unread messages remain: far more than 256 open calls need.
 MAX_MESSAGES_AT_ONCE, MAX_BYTES_AT_ONCE = 16384, 2**28
+# A TCP connection has a second descriptor, by which its bytes are counted.
+DESCRIPTORS = 2
 # The share by which connections may exceed the limit until all received messages are taken.
 SPARE = 4
 EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
@@ -63,7 +65,9 @@ class ZeroMQConnections:
         self._has_unread = has_unread
         self.has_accepted = False  # set at the first connection
         self._name: int | str | None = None
-        self._taken: dict[int, list[int]] = {}  # messages and bytes since the queue was last empty
+        # By identity: messages and bytes since the queue was last empty.
+        self._taken: dict[bytes, list[int]] = {}
+        self._identities: dict[int, bytes] = {}  # of the clients that were heard
         self.unfinished = UnfinishedMessages(self.end, has_unread, is_encrypted=is_encrypted)
         self._open: set[int] = set()
         self._silent: dict[int, None] = {}  # without a message so far, oldest first
@@ -80,19 +84,21 @@ class ZeroMQConnections:
         transport, _, rest = address.partition("://")
         self._name = int(rest.rpartition(":")[2]) if transport == "tcp" else rest
 
-    def took(self, connection: int, frames: Sequence[bytes]) -> bool:
-        """Count a connection's message; return whether the client may send more, or else end the connection.
+    def took(self, connection: int | None, identity: bytes, frames: Sequence[bytes]) -> bool:
+        """Count a message; return whether to read it, or else end the client's connection.
 
         libzmq's own bound on a client's queue is not used (see RCVHWM), so a flood must be cut off here.
         """
         self.unfinished.took(connection, frames)
-        counts = self._taken.setdefault(connection, [0, 0])
+        if connection is None or connection not in self:
+            return False  # the client is gone, so no answer is needed
+        counts = self._taken.setdefault(identity, [0, 0])
         counts[0] += 1
         counts[1] += sum(map(len, frames))
         # guard: flood of messages
         if counts[0] <= MAX_MESSAGES_AT_ONCE and counts[1] <= MAX_BYTES_AT_ONCE:
             return True
-        if connection in self:
+        if self._identities.get(connection) == identity:
             logger.warning("a client sent %d messages and %d bytes at once, and was cut off", *counts)
             self.end(connection)
         return False
@@ -100,11 +106,13 @@ class ZeroMQConnections:
     def emptied(self) -> None:
         """Reset the counts, since all received messages were taken; silent clients have sent nothing."""
         self._taken.clear()
+        self.unfinished.emptied()
         self._keep_limit()
 
-    def heard(self, connection: int) -> None:
+    def heard(self, connection: int, identity: bytes) -> None:
         """Note a connection's first message, which shows that its client has passed the handshake."""
         self._silent.pop(connection, None)
+        self._identities[connection] = identity
 
     async def changed(self) -> list[int]:
         """Wait until connections begin or end; return the ended ones in order."""
@@ -130,8 +138,8 @@ class ZeroMQConnections:
                 self._open.discard(connection)
                 self._silent.pop(connection, None)
                 self._ending.discard(connection)
-                self._taken.pop(connection, None)
-                self.unfinished.forget(connection)
+                self._identities.pop(connection, None)
+                self.unfinished.ended(connection)
                 ended.append(connection)
         return ended
 
@@ -145,8 +153,7 @@ class ZeroMQConnections:
         """End a connection; libzmq reports the end later."""
         self._silent.pop(connection, None)
         self._ending.add(connection)
-        self.unfinished.forget(connection)
-        if self._name is not None:
+        if not self.unfinished.shut_down(connection) and self._name is not None:
             _shut_down(connection, self._name)
 
 
@@ -281,5 +288,7 @@ async def open_guard(socket: ZeroMQSocket, keys: ServerKeys | None) -> AsyncIter
         socket.set(zmq.ZAP_DOMAIN, DOMAIN)
         monitor = await stack.enter_async_context(monitored(socket, EVENTS))
         zap = await stack.enter_async_context(open_zap_handler(socket, keys)) if keys is not None else None
-        connections = ZeroMQConnections(monitor, max_connections(), socket.has_messages, is_encrypted=keys is not None)
+        connections = ZeroMQConnections(
+            monitor, max_connections() // DESCRIPTORS, socket.has_messages, is_encrypted=keys is not None
+        )
         yield ZeroMQGuard(connections, keys, zap)

@@ -167,7 +167,7 @@ def main() -> int:
     print("|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as directory:
         path, store = f"{directory}/rpc.sock", KeyStore(Path(directory) / "keys")
-        zeromq, http = f"ipc://{directory}/zeromq.sock", str(free_port())
+        zeromq, http = f"tcp://127.0.0.1:{free_port()}", str(free_port())
         mine, theirs = (Place(path, store.new_token(name), zeromq, http) for name in ("innocent", "hostile"))
         flags = ("--rpc-bind", f"unix://{path}", "--tokens", str(store.tokens), "--http", f":{http}")
         os.environ.setdefault("OMP_NUM_THREADS", "1")

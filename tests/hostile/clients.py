@@ -249,6 +249,12 @@ async def unread_stats(place: Place, answers: Answers) -> None:
 
 # Over ZeroMQ
 
+# A client's part of ZMTP 3.0 without keys: its greeting, and the command READY.
+ZMTP_HANDSHAKE = (
+    b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48) + b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+)
+RECONNECTS, FLOODS = 5, 8
+
 
 async def old_greetings(place: Place, answers: Answers) -> None:
     """Peers of ZMTP 1.0 and 2.0, and web pages' requests, at the ZeroMQ door."""
@@ -261,13 +267,36 @@ async def old_greetings(place: Place, answers: Answers) -> None:
         b"POST / HTTP/1.1\r\n\r\n" + body,
     )
     for number in range(CONNECTIONS):
-        stream = await trio.open_unix_socket(place.zeromq.removeprefix("ipc://"))
+        stream = await connect_to_zeromq(place)
         with suppress(trio.BrokenResourceError), trio.fail_after(ANSWER_S):
             await stream.send_all(said[number % len(said)])
             while await stream.receive_some(4096):
                 pass
         answers["closed"] += 1
         await stream.aclose()
+
+
+async def connect_to_zeromq(place: Place) -> trio.SocketStream:
+    """Connect to the ZeroMQ door without a handshake."""
+    return await trio.open_tcp_stream("127.0.0.1", int(place.zeromq.rpartition(":")[2]))
+
+
+async def zeromq_reconnects(place: Place, answers: Answers) -> None:
+    """Whole messages of one byte as fast as a connection takes them, and another connection after each."""
+    flood = b"\x00\x01x" * 2**16
+
+    async def flood_again() -> None:
+        for _ in range(RECONNECTS):
+            with suppress(OSError, trio.BrokenResourceError, trio.ClosedResourceError):
+                async with await connect_to_zeromq(place) as stream:
+                    await stream.send_all(ZMTP_HANDSHAKE)
+                    for _ in range(FLOODS):
+                        await stream.send_all(flood)
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(SLOW):
+            nursery.start_soon(flood_again)
+    answers["closed"] += SLOW * RECONNECTS
 
 
 async def zeromq_messages(place: Place, answers: Answers) -> None:
@@ -409,6 +438,7 @@ KINDS: dict[str, Kind] = {
         unfinished_strings,
         unread_stats,
         old_greetings,
+        zeromq_reconnects,
         zeromq_messages,
         zeromq_tokenize_flood,
         zeromq_connections,

@@ -17,7 +17,17 @@ from genbatch.actors.service.service import open_service
 from genbatch.clients import RPCClient
 from genbatch.nif.engine_options import EngineOptions
 from tests.actors.gateways.scripted_batcher import PATIENCE_S, served
-from tests.hostile.clients import CONNECTIONS, FLOOD, HALF_MESSAGES, KINDS, SLOW, STREAMS, UNREAD_CLIENTS, Place
+from tests.hostile.clients import (
+    CONNECTIONS,
+    FLOOD,
+    HALF_MESSAGES,
+    KINDS,
+    RECONNECTS,
+    SLOW,
+    STREAMS,
+    UNREAD_CLIENTS,
+    Place,
+)
 from tests.waiting import until_idle
 
 TOKENS = 150
@@ -38,6 +48,7 @@ HEARD = {
     "unfinished_strings": {"closed": HALF_MESSAGES},
     "unread_stats": {"closed": UNREAD_CLIENTS},
     "old_greetings": {"closed": CONNECTIONS},
+    "zeromq_reconnects": {"closed": SLOW * RECONNECTS},
     "zeromq_messages": {"malformed_message": FLOOD // 2, "prompt_too_long": FLOOD // 2},
     "zeromq_connections": {"closed": CONNECTIONS},
     "slow_headers": {"http 401": SLOW},
@@ -89,10 +100,12 @@ async def test_beside_a_hostile_client_every_step_gives_an_innocent_stream_its_t
     monkeypatch.setattr(Journal, "stepped", count)
     store = KeyStore(tmp_path / "keys")
     mine = Place(f"{tmp_path}/rpc.sock", store.new_token("innocent"))
-    token, zeromq = store.new_token("hostile"), f"ipc://{tmp_path}/zeromq.sock"
+    token = store.new_token("hostile")
     engine = EngineOptions(model_path=str(tiny_model_dir("llama")), dtype="float32", n_gpu_layers=0, n_ctx=1024)
     options = BatcherOptions(batch_timeout=1.0, n_parallel=4)
-    service = ServiceOptions(bind=zeromq, rpc_bind=f"unix://{mine.path}", http=":0", tokens=str(store.tokens))
+    service = ServiceOptions(
+        bind="tcp://127.0.0.1:*", rpc_bind=f"unix://{mine.path}", http=":0", tokens=str(store.tokens)
+    )
     answers: Counter[str] = Counter()
     async with (
         open_service(engine, options, service) as opened,
@@ -101,7 +114,7 @@ async def test_beside_a_hostile_client_every_step_gives_an_innocent_stream_its_t
     ):
         alone = await client.generate(PROMPT, max_tokens=TOKENS, ignore_eos=True)
         is_over = False
-        theirs = Place(mine.path, token, zeromq, opened.addresses[-1].rpartition(":")[2])
+        theirs = Place(mine.path, token, opened.addresses[0], opened.addresses[-1].rpartition(":")[2])
 
         async def do_harm() -> None:
             nonlocal is_over

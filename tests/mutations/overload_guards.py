@@ -5,6 +5,7 @@ from tests.mutations.mutation import (
     always,
     argument_becomes,
     call_becomes,
+    catches_only,
     dropped,
     never,
     unfiltered,
@@ -175,5 +176,20 @@ OVERLOAD_GUARDS = (
         never,
         ("actors/scheduling/test_capacity.py::test_s05_what_can_never_fit_is_reported_and_holds_nobody_back",),
         "one that never fits holds everybody back",
+    ),
+    Mutation(
+        "share of the blocks",
+        value_becomes("[]"),
+        (
+            "simulation/test_greedy_client.py::"
+            "test_a_request_that_fills_the_pool_gives_way_to_polite_clients_and_keeps_its_text",
+        ),
+        "one client's request fills the pool and others wait for its end",
+    ),
+    Mutation(
+        "a batch that fails, such as on a full disk",
+        catches_only("KeyError"),
+        ("actors/gateways/http/test_batches.py::test_a_full_disk_fails_that_batch_alone_and_nothing_else",),
+        "a full disk restarts the HTTP gateway",
     ),
 )

@@ -207,6 +207,33 @@ WIRE_GUARDS = (
         "300 connections that never end a message take gigabytes",
     ),
     Mutation(
+        "whole messages of strangers",
+        always,
+        (
+            "actors/gateways/test_zeromq_endless.py::"
+            "test_the_clients_with_most_small_messages_make_room_and_small_queues_stay",
+        ),
+        "messages of one byte fill libzmq's queue faster than they are taken",
+    ),
+    Mutation(
+        "messages of ended connections",
+        never,
+        (
+            "actors/gateways/test_zeromq_endless.py::"
+            "test_who_floods_whole_messages_and_connects_again_is_refused_until_they_are_taken",
+        ),
+        "a peer that connects again fills as much memory as before",
+    ),
+    Mutation(
+        "messages of an ended connection beside its successor",
+        never,
+        (
+            "actors/gateways/test_zeromq_endless.py::"
+            "test_messages_that_an_ended_connection_left_do_not_end_the_calls_of_the_client_with_its_descriptor",
+        ),
+        "messages that a flood left behind cancel the calls of an innocent client",
+    ),
+    Mutation(
         "connections of strangers",
         never,
         ("actors/gateways/test_connection_limit.py::test_a_newcomer_pushes_out_the_one_that_was_silent_longest",),

@@ -1,16 +1,19 @@
 """Messages without an end, and frames that claim to be huge, byte by byte: nothing that libzmq would send itself."""
 
+import socket
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
+from typing import cast
 
 import msgpack
 import pytest
 import trio
 import trio.testing
 
-from genbatch.actors.gateways import unfinished_messages
+from genbatch.actors.gateways import unfinished_messages, zeromq_guard
 from genbatch.actors.gateways.unfinished_messages import UnfinishedMessages
 from genbatch.actors.runtime import zeromq_socket
+from genbatch.actors.runtime.zeromq_socket import Signed
 from genbatch.actors.security.curve_keys import KeyStore
 from genbatch.actors.security.security import Security, open_security
 from genbatch.proto.codec import MAX_TRANSPORT_BYTES
@@ -131,11 +134,12 @@ class Scripted:
         self.has_unread = False
         self.ended: list[int] = []
         self.unfinished = UnfinishedMessages(self.ended.append, lambda: self.has_unread, is_encrypted=False)
-        monkeypatch.setattr(unfinished_messages, "bytes_read", self.read.__getitem__)
+        monkeypatch.setattr(unfinished_messages, "bytes_read", lambda copy: (self.read[copy], False))
 
     def come(self, connection: int, num_bytes: int) -> None:
         if connection not in self.read:
-            self.unfinished._arrived[connection] = unfinished_messages.HeldBytes(since=trio.current_time())
+            copy = cast(socket.socket, connection)
+            self.unfinished._arrived[connection] = unfinished_messages.HeldBytes(copy, since=trio.current_time())
         self.read[connection] = self.read.get(connection, 0) + num_bytes
         self.unfinished._look([connection])
 
@@ -181,6 +185,84 @@ async def test_whole_messages_that_wait_to_be_taken_have_more_room(monkeypatch: 
     assert not scripted.ended
     scripted.come(2, 20_000)
     assert scripted.ended == [2]
+
+
+async def test_the_clients_with_most_small_messages_make_room_and_small_queues_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(unfinished_messages, "MAX_UNFINISHED", 500_000)  # and four times as much for whole messages
+    scripted = Scripted(monkeypatch)
+    scripted.has_unread = True
+    large, flood, polite = range(3)
+    scripted.come(large, 900_000)
+    scripted.come(polite, 60)
+    scripted.come(flood, 30_000)
+    scripted.unfinished.took(large, [bytes(100_000)])
+    scripted.unfinished.took(polite, [bytes(28)])
+    assert not scripted.ended
+    scripted.unfinished.took(
+        flood, [b"x"]
+    )  # so its other bytes are messages of one byte: each costs more than its bytes
+    scripted.come(flood, 0)
+    assert scripted.ended == [flood]
+    scripted.come(large, 1)
+    scripted.come(polite, 1)
+    assert scripted.ended == [flood] or scripted.ended == [flood, large]
+    assert polite not in scripted.ended
+
+
+async def test_who_floods_whole_messages_and_connects_again_is_refused_until_they_are_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(unfinished_messages, "MAX_UNFINISHED", 2**16)
+    may_take = trio.Event()
+    take = zeromq_socket.ZeroMQSocket.recv_many_signed
+
+    async def take_later(socket: zeromq_socket.ZeroMQSocket, most: int, most_bytes: int) -> list[Signed]:
+        await may_take.wait()
+        return await take(socket, most, most_bytes)
+
+    async with listening("tcp://127.0.0.1:*", Security()) as (_, gateway), dealer(gateway.address) as honest:
+        assert (await ask(honest, [0, 1, "generate", [{"prompt": "a b"}]]))[2] is None
+        monkeypatch.setattr(zeromq_socket.ZeroMQSocket, "recv_many_signed", take_later)
+        unfinished, port = gateway._guard.connections.unfinished, int(gateway.address.rpartition(":")[2])
+        assert (await ask(honest, [0, 2, "generate", [{"prompt": "a b"}]]))[2] is None  # the last one that is taken
+        num_floods = 0
+        while not unfinished.full.is_set():
+            num_floods += 1
+            assert num_floods < 100, "nobody is refused"
+            async with await zmtp_stream(port) as stream:
+                await stream.send_all(b"\x00\x01x" * 5000)
+            while len(gateway._guard.connections) > 1:  # it has ended
+                await a_moment()
+        for _ in range(3):
+            async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
+                await until_closed(stream)
+        await tell(honest, [0, 3, "generate", [{"prompt": "a b"}]])
+        async with dealer(gateway.address) as newcomer:
+            await tell(newcomer, [0, 1, "generate", [{"prompt": "a b"}]])
+            may_take.set()
+            assert (await hear(honest))[1] == 3
+            assert (await hear(newcomer))[1] == 1
+        assert unfinished.fits.is_set() and unfinished._left == 0
+
+
+@pytest.mark.parametrize("former", ["the number before", b"chosen"])
+async def test_messages_that_an_ended_connection_left_do_not_end_the_calls_of_the_client_with_its_descriptor(
+    monkeypatch: pytest.MonkeyPatch, former: bytes | str
+) -> None:
+    monkeypatch.setattr(zeromq_guard, "MAX_MESSAGES_AT_ONCE", 50)
+    async with listening("tcp://127.0.0.1:*", Security()) as (batcher, gateway), dealer(gateway.address) as honest:
+        await tell(honest, [0, 1, "generate", [{"prompt": "hold on"}]])
+        await batcher.arrival("hold on")
+        (peer,) = gateway._peers.values()
+        if isinstance(former, str):
+            number = int.from_bytes(peer.identity[1:]) - 1
+            former = b"\0" + (number % 2**32).to_bytes(4)
+        for _ in range(100):
+            gateway._receive(Signed("", peer.connection, [former, msgpack.packb([0, 1, "stats", []])]))
+        batcher.held["hold on"].finish()
+        assert (await hear(honest))[:3] == [1, 1, None]
 
 
 async def test_a_frame_that_claims_a_gibibyte_ends_its_connection_before_it_comes() -> None:

@@ -119,7 +119,7 @@ async def test_who_has_spoken_is_not_pushed_out_before_it_was_heard() -> None:
     assert honest in connections  # it was silent for longest, but what has come is not read yet
     connections.ended()  # asked for in the middle of what has come
     assert honest in connections
-    connections.heard(honest)
+    connections.heard(honest, b"")
     has_unread = False
     connections.emptied()
     assert honest in connections and others[0] not in connections
