@@ -7,7 +7,8 @@
         ...
 
 Any number of tasks may use one client at once. The client reconnects by itself. It retries a refused request if the
-service gave a time for that (Retry). It sends the callers' timeouts to the service (Deadline).
+service gave a time for that (Retry). It sends the callers' timeouts to the service (Deadline). After a lost connection
+a stream continues with its next token (ShownTokens).
 
     RemoteClient -- RPCCalls -- bytes -- Transport -- the service
          |
@@ -18,22 +19,31 @@ import math
 import random
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self, cast
 
 import msgspec
+import outcome
 import stamina
 import trio
 
 from genbatch.actors.gateways.addresses import default_address
 from genbatch.clients.bridge import AsyncCalls, hosted, runs_on_asyncio
 from genbatch.clients.interface import CallResult, ClientClosed, TokenStream, asked_method
-from genbatch.clients.transports import RPCTransport, Transport, ZeroMQTransport, load_client_keys
+from genbatch.clients.transports import (
+    RECONNECT_S,
+    ConnectionLost,
+    RPCTransport,
+    Transport,
+    ZeroMQTransport,
+    load_client_keys,
+)
 from genbatch.proto.codec import to_answer
+from genbatch.proto.drawn import DrawnTokens, ShownTokens, replayable
 from genbatch.proto.errors import FrameTooLarge, GenbatchError, MalformedMessage, QueueFull, Unavailable
-from genbatch.proto.messages import GenerateRequest, Token
+from genbatch.proto.messages import GenerateRequest, Hello, HelloRequest, Token
 from genbatch.proto.methods import METHODS, Method
 from genbatch.proto.rpc import (
     PLAIN_STREAM,
@@ -77,6 +87,24 @@ class Deadline:
         return msgspec.structs.replace(self._request, deadline_s=left)
 
 
+def check_drawn(hello: Hello) -> None:
+    """Check that the service can continue a stream after its tokens.
+
+    Raises:
+        Unavailable: the service's release is too old.
+    """
+    if "drawn" not in hello.stream_options:
+        raise Unavailable("the stream was lost, and the service's release cannot continue streams")
+
+
+def is_interrupted(final: outcome.Outcome[Any] | None) -> bool:
+    """Whether a call ended because its connection or its gateway was lost, so that it may be sent again."""
+    match final:
+        case outcome.Error(Unavailable() as error):
+            return isinstance(error, ConnectionLost) or error.retry_after_ms is not None
+    return False
+
+
 # Each further refusal makes the wait longer by the factor GROWTH. A random share up to JITTER is added, so that clients
 # that were refused together do not return together.
 GROWTH, JITTER = 1.5, 0.25
@@ -104,24 +132,28 @@ class Attempts(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retry:
-    """The retry policy for refused requests.
+    """The retry policy for refused requests and for lost connections.
 
-    A request is retried only if the service refused it with a `retry_after_ms` and no token has arrived. A request
-    that the service may have run is never retried.
+    A refused request is retried if the service gave a `retry_after_ms`. After a lost connection a request is sent again
+    with its seed, and a stream continues after its last token. The operator's calls, such as `drain`, are not repeated.
 
     Args:
-        max_attempts: number of attempts; 1 passes every refusal to the caller.
+        max_attempts: number of attempts without a new token; 1 passes every refusal and every loss to the caller.
         timeout_s: seconds after which no further attempt begins.
     """
 
     max_attempts: int = 5
     timeout_s: float = 30.0
 
-    def attempts(self) -> Attempts:
-        """Return the attempts of one request."""
+    def attempts(self, *, repeats: bool = True) -> Attempts:
+        """Return the attempts of one request.
+
+        Args:
+            repeats: whether a request that the service may have run is sent again.
+        """
         if self.max_attempts < 1:
             raise ValueError(f"max_attempts must be at least 1, not {self.max_attempts}")
-        wait = _Wait()
+        wait = _Wait(repeats)
         found = stamina.retry_context(on=wait, attempts=self.max_attempts, timeout=self.timeout_s)
         return cast(Attempts, found)
 
@@ -129,10 +161,13 @@ class Retry:
 class _Wait:
     """Computes the seconds until the next attempt after an error; False for errors that are not retried."""
 
-    def __init__(self) -> None:
+    def __init__(self, repeats: bool) -> None:
+        self._repeats = repeats
         self._factor = 1.0
 
     def __call__(self, error: Exception) -> bool | float:
+        if isinstance(error, ConnectionLost):
+            return self._repeats and RECONNECT_S  # the attempt itself waits for the connection
         if not isinstance(error, QueueFull | Unavailable) or error.retry_after_ms is None:
             return False
         wait_s = error.retry_after_ms / 1000 * self._factor * (1 + JITTER * random.random())
@@ -146,16 +181,24 @@ class RemoteStream(TokenStream):
     Args:
         reopen: sends the request again.
         grant: grants the service credit for so many more tokens.
+        shown: keeps the received tokens.
         window: most tokens that the service may send ahead of the reader.
-        retry: the retry policy for refusals.
+        retry: the retry policy for refusals and lost connections.
     """
 
-    __slots__ = ("_grant", "_has_begun", "_num_read", "_reopen", "_retry", "_window")
+    __slots__ = ("_grant", "_has_begun", "_num_read", "_reopen", "_retry", "_shown", "_window")
 
     def __init__(
-        self, reopen: Callable[[], Awaitable[None]], grant: Callable[[int], None], *, window: int, retry: Retry
+        self,
+        reopen: Callable[[], Awaitable[None]],
+        grant: Callable[[int], None],
+        shown: ShownTokens,
+        *,
+        window: int,
+        retry: Retry,
     ) -> None:
         super().__init__()
+        self._shown = shown
         self._reopen = reopen
         self._grant = grant
         self._window = window
@@ -163,9 +206,19 @@ class RemoteStream(TokenStream):
         self._has_begun = False
         self._num_read = 0  # since credit was granted last
 
+    def push(self, token: Token) -> None:
+        """See `CallResult.push`."""
+        self._shown.add(token)
+        super().push(token)
+
     async def __anext__(self) -> Token:
         if not self._has_begun:
             await self._begin()
+        while not self.tokens and (self.final is None or is_interrupted(self.final)):
+            if self.final is None:
+                await self._wait()
+            else:
+                await self._begin()
         token = await super().__anext__()
         self._num_read += 1
         if self._num_read * 2 >= self._window:
@@ -175,11 +228,12 @@ class RemoteStream(TokenStream):
         return token
 
     async def _begin(self) -> None:
-        """Wait for the first token or the result. A refused request is retried, because no token has arrived."""
+        """Wait for the next token or the result. A refused request is sent again, and so is an interrupted one."""
         async for attempt in self._retry.attempts():
             with attempt:
                 if attempt.num > 1:
                     self.final = None
+                    self._num_read = 0
                     await self._reopen()
                 while not self.tokens and self.final is None:
                     await self._wait()
@@ -374,21 +428,31 @@ class RemoteClient(AsyncCalls):
             self._tasks.cancel_scope.cancel()
             await manager.__aexit__(None, None, None)
 
+    def _open_stream(self, request: GenerateRequest) -> AbstractAsyncContextManager[TokenStream]:
+        return self.continued(request)
+
     @asynccontextmanager
-    async def _open_stream(self, request: GenerateRequest) -> AsyncIterator[TokenStream]:
+    async def continued(
+        self, request: GenerateRequest, drawn: tuple[DrawnTokens, ...] = ()
+    ) -> AsyncIterator[TokenStream]:
+        """Open a stream on trio that continues after `drawn`, the tokens of an earlier stream of this request."""
+        request = replayable(request)
         deadline = Deadline(request, trio.current_time, trio.current_effective_deadline())
-        options = StreamOptions(credit=WINDOW, coalesce=True)
+        shown = ShownTokens(request, drawn)
         msgid = 0
 
         async def open_call() -> None:
             nonlocal msgid
+            options = StreamOptions(credit=WINDOW, coalesce=True, drawn=shown.drawn())
+            if options.drawn:
+                check_drawn(await self._ask(HelloRequest()))
             msgid = await self._open(METHODS["stream"], deadline.remaining_request(), stream, options)
 
         def grant(count: int) -> None:
             if self._is_open:
                 self._transport.try_send(self._calls.credit(msgid, count), self._calls.connection_of(msgid))
 
-        stream = RemoteStream(open_call, grant, window=WINDOW, retry=self.retry)
+        stream = RemoteStream(open_call, grant, shown, window=WINDOW, retry=self.retry)
         await open_call()
         try:
             yield stream
@@ -404,7 +468,7 @@ class RemoteClient(AsyncCalls):
 
     async def _ask_again(self, method: Method, request: Callable[[], msgspec.Struct]) -> Any:
         """Send a request, retry it by the policy, and return its answer."""
-        async for attempt in self.retry.attempts():
+        async for attempt in self.retry.attempts(repeats=not method.is_operators):
             with attempt:
                 call = TokenStream()
                 msgid = await self._open(method, request(), call)

@@ -19,11 +19,12 @@ import zmq
 from genbatch.actors.gateways.addresses import default_address
 from genbatch.actors.runtime.zeromq_socket import set_defaults
 from genbatch.clients.interface import CallResult, ClientClosed, SyncClient, asked_method
-from genbatch.clients.remote import Deadline, Retry, RPCCalls
+from genbatch.clients.remote import Deadline, Retry, RPCCalls, check_drawn, is_interrupted
 from genbatch.clients.transports import (
     CONNECTION_EVENTS,
     LINGER_MS,
     ZEROMQ_ADDRESSES,
+    ConnectionLost,
     RPCLink,
     SyncTransport,
     is_connected,
@@ -34,8 +35,9 @@ from genbatch.clients.transports import (
     read_rpc_address,
     socket_options,
 )
+from genbatch.proto.drawn import ShownTokens, replayable
 from genbatch.proto.errors import GenbatchError, Unauthenticated, Unavailable
-from genbatch.proto.messages import GenerateRequest, Token
+from genbatch.proto.messages import GenerateRequest, HelloRequest, Token
 from genbatch.proto.methods import METHODS, Method
 from genbatch.proto.rpc import PLAIN_STREAM, StreamOptions
 
@@ -48,10 +50,11 @@ class SyncTokenStream(CallResult):
         reopen: sends the request again.
         grant: grants the service credit for so many more tokens.
         window: most tokens that the service may send ahead of the reader.
-        retry: the retry policy for refusals.
+        retry: the retry policy for refusals and lost connections.
+        shown: keeps the received tokens; None for a call without tokens.
     """
 
-    __slots__ = ("_grant", "_has_begun", "_num_read", "_reopen", "_retry", "_wait_for", "_window")
+    __slots__ = ("_grant", "_has_begun", "_num_read", "_reopen", "_retry", "_shown", "_wait_for", "_window")
 
     def __init__(
         self,
@@ -61,8 +64,10 @@ class SyncTokenStream(CallResult):
         *,
         window: int,
         retry: Retry,
+        shown: ShownTokens | None = None,
     ) -> None:
         super().__init__()
+        self._shown = shown
         self._wait_for = wait_for
         self._reopen = reopen
         self._grant = grant
@@ -74,10 +79,18 @@ class SyncTokenStream(CallResult):
     def __iter__(self) -> Iterator[Token]:
         return self
 
+    def push(self, token: Token) -> None:
+        """See `CallResult.push`."""
+        if self._shown is not None:
+            self._shown.add(token)
+        super().push(token)
+
     def __next__(self) -> Token:
         if not self._has_begun:
             self._begin()
         self._wait_for(self._has_something)
+        while not self.tokens and is_interrupted(self.final):
+            self._begin()
         if not self.tokens:
             self.unwrap()
             raise StopIteration
@@ -94,11 +107,12 @@ class SyncTokenStream(CallResult):
         return self.unwrap()
 
     def _begin(self) -> None:
-        """Wait for the first token or the result. A refused request is retried, because no token has arrived."""
+        """Wait for the next token or the result. A refused request is sent again, and so is an interrupted one."""
         for attempt in self._retry.attempts():
             with attempt:
                 if attempt.num > 1:
                     self.final = None
+                    self._num_read = 0
                     self._reopen()
                 self._wait_for(self._has_something)
                 if not self.tokens:
@@ -151,9 +165,9 @@ class SyncRemoteClient(SyncClient):
     @contextmanager
     def open_stream(self, request: GenerateRequest) -> Iterator[SyncTokenStream]:
         """See `Client.open_stream`."""
+        request = replayable(request)
         deadline = Deadline(request, time.monotonic)
-        options = StreamOptions(credit=WINDOW, coalesce=True)
-        with self._call(METHODS["stream"], deadline.remaining_request, options) as call:
+        with self._call(METHODS["stream"], deadline.remaining_request, ShownTokens(request)) as call:
             yield call
 
     def wait_for(self, is_true: Callable[[], bool]) -> None:
@@ -185,20 +199,25 @@ class SyncRemoteClient(SyncClient):
 
     def _ask_again(self, method: Method, request: Callable[[], msgspec.Struct]) -> Any:
         """Send a request, retry it by the policy, and return its answer."""
-        for attempt in self.retry.attempts():
+        for attempt in self.retry.attempts(repeats=not method.is_operators):
             with attempt, self._call(method, request) as call:
                 return call.ended()
         raise AssertionError("the last attempt returns or raises")
 
     @contextmanager
     def _call(
-        self, method: Method, request: Callable[[], msgspec.Struct], options: StreamOptions = PLAIN_STREAM
+        self, method: Method, request: Callable[[], msgspec.Struct], shown: ShownTokens | None = None
     ) -> Iterator[SyncTokenStream]:
         """Open a call for the body's duration, and cancel it if it has not ended by then."""
         msgid = 0
 
         def open_call() -> None:
             nonlocal msgid
+            options = PLAIN_STREAM
+            if shown is not None:
+                options = StreamOptions(credit=WINDOW, coalesce=True, drawn=shown.drawn())
+            if options.drawn:
+                check_drawn(self.ask(HelloRequest()))
             msgid, message = self._calls.open(method, request(), call, options)
             try:
                 self._connect()
@@ -213,7 +232,7 @@ class SyncRemoteClient(SyncClient):
 
         if not self._is_open:
             raise ClientClosed
-        call = SyncTokenStream(self.wait_for, open_call, grant, window=WINDOW, retry=self.retry)
+        call = SyncTokenStream(self.wait_for, open_call, grant, window=WINDOW, retry=self.retry, shown=shown)
         open_call()
         try:
             yield call
@@ -375,7 +394,7 @@ class SyncRPCTransport:
             self._write(self._socket)
             self._read(self._socket)
         except OSError:
-            self._lose(Unavailable(f"the connection to {self.address} was lost"))
+            self._lose(ConnectionLost(self.address))
         except GenbatchError as error:
             self._lose(error)
 
@@ -482,7 +501,7 @@ class SyncZeroMQTransport:
         if self._socket in ready:
             return self._take()
         if self._monitor in ready and not self._read_monitor():  # after the last messages
-            raise self._refusal or Unavailable(f"the connection to {self.address} was lost")
+            raise self._refusal or ConnectionLost(self.address)
         return []
 
     def reopen(self) -> None:

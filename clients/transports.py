@@ -17,6 +17,14 @@ from genbatch.proto.errors import ErrorInfo, GenbatchError, MalformedMessage, Un
 from genbatch.proto.messages import HelloRequest, check_type
 from genbatch.proto.rpc import WIRE_VERSION
 
+
+class ConnectionLost(Unavailable):
+    """The connection ended while calls were open; the service may have worked on them."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(f"the connection to {address} was lost")
+
+
 OnMessage = Callable[[bytes, int], None]
 OnLost = Callable[[GenbatchError, int], None]
 
@@ -378,7 +386,7 @@ class RPCTransport:
 
     async def _serve_until_lost(self, connection: _Connection) -> None:
         """Read until the connection ends. If the client is closed, write the remaining bytes first."""
-        lost: GenbatchError = Unavailable(f"the connection to {self.address} was lost")
+        lost: GenbatchError = ConnectionLost(self.address)
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(connection.write)
@@ -613,7 +621,7 @@ class ZeroMQTransport:
             if connection.connected.is_set():
                 connection.connected = trio.Event()
             self._refusal = read_refusal(event, self.address, has_keys=self._keys is not None) or self._refusal
-            lost = self._refusal or Unavailable(f"the connection to {self.address} was lost")
+            lost = self._refusal or ConnectionLost(self.address)
             self._on_lost(lost, connection.number)
             if self._refusal is not None:  # ZeroMQ does not try again
                 for scope in self._connecting:

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from genbatch.proto.codec import REQUEST_LIMITS, RESPONSE_LIMITS, decode, encode, read_head, read_type, why_unsendable
+from genbatch.proto.drawn import DrawnTokens
 from genbatch.proto.errors import (
     ErrorInfo,
     FrameTooLarge,
@@ -47,10 +48,13 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     Args:
         credit: tokens that may be sent before the client grants more; None: as fast as its socket takes them.
         coalesce: whether several tokens may come in one `tokens` message.
+        drawn: the tokens that the client has from a stream of this request that was lost, one entry a choice. The
+            stream continues after them, and its indices, too.
     """
 
     credit: int | None = None
     coalesce: bool = False
+    drawn: tuple[DrawnTokens, ...] = ()
 
 
 PLAIN_STREAM = StreamOptions()
@@ -413,6 +417,8 @@ class ClientConnection:
         if len(data) > REQUEST_LIMITS.max_bytes:
             raise FrameTooLarge(f"the request has {len(data)} bytes, {REQUEST_LIMITS.max_bytes} are taken")
         self.calls.move(msgid, CallEvent.REQUEST)
+        for choice, drawn in enumerate(options.drawn):
+            self._next_index[msgid, choice] = len(drawn.token_ids)
         return msgid, data
 
     def cancel(self, msgid: int) -> bytes | None:

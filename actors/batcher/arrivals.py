@@ -162,7 +162,7 @@ class Arrivals:
         grammar = intake.grammar(wanted)
         account = charged_account(message.client, wanted.tenant)
         limits = self._limits(wanted.deadline_s, message.client)
-        if message.drawn:  # another engine has already admitted it
+        if message.is_admitted:
             limits = resume.time_limits(limits, message.drawn)
         else:
             self._admit(message.client, account, wanted.n, limits, embeds=False)
@@ -182,21 +182,23 @@ class Arrivals:
         )
         start, read = partial(intake.start_prompt, wanted), partial(intake.read, wanted)
         request.read_job = ReadJob(start, read, intake.size(wanted), request.account)
-        request.begin_waiting = partial(self._begin_generation, request)
+        request.begin_waiting = partial(self._begin_generation, request, message.is_admitted)
         self._add(request)
         self._flight.arrived(request, message)
         if message.drawn:
-            self._flight.close("a request goes on that another engine began, whose tokens are not in the record")
+            self._flight.close("a request goes on after tokens that are not in the record")
         if grammar is not None:
             request.starts_reading = False
             self._with_grammars[request.number] = request
             self._grammars.compile(request)
         return request
 
-    def _begin_generation(self, request: GenerationRequest, prompt: "outcome.Outcome[Prompt]") -> None:
+    def _begin_generation(
+        self, request: GenerationRequest, is_admitted: bool, prompt: "outcome.Outcome[Prompt]"
+    ) -> None:
         self._flight.encoded(request, prompt)
         self._intake.start(request, prompt.unwrap())
-        resume.restore(request)
+        resume.restore(request, is_admitted=is_admitted)
         if request.constraints:
             self._grammars.watch(request.sequences)
 

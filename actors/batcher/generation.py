@@ -8,7 +8,6 @@ import torch
 
 from genbatch.actors.batcher.beam_search import BeamSearch
 from genbatch.actors.batcher.kept_logits import Keep
-from genbatch.actors.batcher.messages import DrawnTokens
 from genbatch.actors.batcher.output import Output
 from genbatch.actors.batcher.requests import Books, Evaluated, Planned, Request, Sequence
 from genbatch.actors.scheduling.request import Phase
@@ -17,6 +16,7 @@ from genbatch.nif.runner import Entry, Logits
 from genbatch.nif.sampling.draw import token_logprobs
 from genbatch.nif.sampling.prompt_lookup import PromptLookup
 from genbatch.nif.sampling.sampler import Constraint, Sampled, SampleFault, SamplerState
+from genbatch.proto.drawn import DrawnTokens
 from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest
 from genbatch.proto.messages import Choice, FinishReason, GenerateRequest, Result, Token, TokenLogprob, Usage
 from genbatch.proto.validation import Grammar

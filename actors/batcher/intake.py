@@ -126,6 +126,9 @@ class Intake:
             raise InvalidRequest("priority", "this service serves everyone alike (priority_ageing_s is 0)")
         self._check_length(wanted)
         self._check_tokens(wanted.token_ids or ())
+        for choice, drawn in enumerate(message.drawn):
+            for index, token_id in enumerate(drawn.token_ids):
+                self._check_token(token_id, f"drawn[{choice}].token_ids[{index}]")
         for index, token_id in enumerate(wanted.stop_token_ids):
             self._check_token(token_id, f"stop_token_ids[{index}]")
         for token_id in wanted.logit_bias or ():

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from genbatch.proto.drawn import DrawnTokens, validate_drawn
 from genbatch.proto.messages import (
     EmbedRequest,
     GenerateRequest,
@@ -43,20 +44,6 @@ def charged_account(client: str, tenant: str, *, embeds: bool = False) -> str:
     return f"{account} (embeddings)" if embeds and account else account
 
 
-class DrawnTokens(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The tokens that a choice has drawn, from its first token on.
-
-    Args:
-        token_ids: the tokens.
-        logprobs: for each token its log-prob and the likeliest tokens' log-probs; empty if not requested.
-        call_ids: the ids of the tool calls that were shown.
-    """
-
-    token_ids: list[int]
-    logprobs: list[tuple[float, dict[int, float]]] = []
-    call_ids: list[str] = []
-
-
 @dataclass(frozen=True, slots=True)
 class Generate:
     """A call to generate text; the reply is the Result, once all of it is generated.
@@ -71,8 +58,9 @@ class Generate:
         tag: the name of the request in Interrupt and Iterate; None for a request without one.
         beam_width: above 1, a beam search over this many continuations, which become the result's choices.
         keep: collects logits; None keeps none.
-        drawn: the tokens that each choice drew on failed engines; generation continues after them. Empty for a new
-            request. Only an engine's link sets it.
+        drawn: the tokens that each choice has drawn before; generation continues after them. Empty for a new request.
+        is_admitted: whether an earlier engine has admitted the request, so that it does not queue again. Only an
+            engine's link sets it.
         is_validated: whether the gateway's end of an engine's link has validated the request. Only that link sets it.
     """
 
@@ -85,6 +73,7 @@ class Generate:
     keep: "Keep | None" = None
     shows: bool = field(default=True, kw_only=True)
     drawn: tuple[DrawnTokens, ...] = field(default=(), kw_only=True)
+    is_admitted: bool = field(default=False, kw_only=True)
     is_validated: bool = field(default=False, kw_only=True)
 
 
@@ -114,6 +103,7 @@ def validate_generate(message: Generate, limits: RequestLimits) -> None:
     if not message.client:
         check_types(message.request)
     validate_request(message.request, limits)
+    validate_drawn(message.drawn, message.request)
 
 
 class Embedded(msgspec.Struct, frozen=True, kw_only=True):

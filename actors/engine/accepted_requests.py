@@ -20,7 +20,6 @@ engine_lost. The same error ends a request after MAX_DEATHS engines, and one wit
 
 import enum
 import hashlib
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -28,8 +27,8 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from genbatch.actors.batcher.messages import DrawnTokens
 from genbatch.actors.engine.engine_wire import LinkError, TokenRow
+from genbatch.proto.drawn import DrawnTokens, TokenRecord
 from genbatch.proto.errors import DeadlineExceeded, EngineLost, GenbatchError, Unavailable
 from genbatch.proto.messages import EmbedRequest, GenerateRequest, ScoreRequest, Token
 
@@ -56,38 +55,6 @@ class Stage(enum.Enum):
     BEGUN = "begun"  # the current engine has sent a token
 
 
-class TokenRecord:
-    """The drawn tokens of a choice, kept until its request has ended.
-
-    Args:
-        scored: whether the request asks for log-probs.
-    """
-
-    __slots__ = ("_call_ids", "_logprobs", "_scored", "_token_ids")
-
-    def __init__(self, *, scored: bool) -> None:
-        self._scored = scored
-        self._token_ids = array("I")
-        self._logprobs: list[tuple[float, dict[int, float]]] = []
-        self._call_ids: list[str] = []
-
-    def __len__(self) -> int:
-        return len(self._token_ids)
-
-    def add(self, row: TokenRow) -> None:
-        """Keep the next token."""
-        if self._scored:
-            if row.logprob is None:
-                raise LinkError(f"request {row.id}: a token without a log-prob")
-            self._logprobs.append((row.logprob, row.top))
-        self._token_ids.append(row.token_id)
-        self._call_ids += [piece.id for piece in row.tool_calls if piece.id is not None]
-
-    def drawn(self) -> DrawnTokens:
-        """Return all drawn tokens, for the next engine."""
-        return DrawnTokens(self._token_ids.tolist(), self._logprobs, self._call_ids)
-
-
 @dataclass(slots=True, eq=False)
 class AcceptedRequest:
     """One accepted request.
@@ -100,6 +67,7 @@ class AcceptedRequest:
         is_streamed: whether its tokens are delivered as they come.
         wait_s: seconds of each wait for an engine, for a request without a deadline; None for no bound.
         seed: the seed on every engine, for a request without a seed of its own.
+        brought: the tokens that its caller has from before, by choice.
     """
 
     id: int
@@ -109,6 +77,7 @@ class AcceptedRequest:
     is_streamed: bool
     wait_s: float | None = None
     seed: int = 0
+    brought: tuple[DrawnTokens, ...] = ()
     give_up_at: float | None = None  # when its wait for an engine ends
     phase: Stage = Stage.WAITING
     deaths: int = 0  # deaths of engines with this request
@@ -117,20 +86,21 @@ class AcceptedRequest:
     @property
     def num_delivered(self) -> int:
         """The number of tokens that its caller has."""
-        return sum(map(len, self.records.values())) if self.is_streamed else 0
+        return sum(len(self.record_of(choice)) for choice in range(self.request.n)) if self.is_streamed else 0
 
     def record_of(self, choice: int) -> TokenRecord:
         """Return the record of a choice's tokens."""
         record = self.records.get(choice)
         if record is None:
             scored = isinstance(self.request, GenerateRequest) and self.request.logprobs is not None
-            record = self.records[choice] = TokenRecord(scored=scored)
+            drawn = self.brought[choice] if self.brought else None
+            record = self.records[choice] = TokenRecord(scored=scored, drawn=drawn)
         return record
 
     def drawn(self) -> tuple[DrawnTokens, ...]:
-        """Return the tokens of its choices; an empty tuple before its first engine died."""
+        """Return the tokens of its choices for the next engine; an empty tuple for a new request."""
         if not self.deaths:
-            return ()
+            return self.brought
         return tuple(self.record_of(choice).drawn() for choice in range(self.request.n))
 
     def too_late(self, reason: str) -> GenbatchError:
@@ -265,6 +235,8 @@ class AcceptedRequests:
             # guard: no gap in a stream
             if row.index != len(record) or entry.phase is Stage.WAITING:
                 raise LinkError(f"request {row.id}: token {row.index} where {len(record)} was next")
+            if record.scored and row.logprob is None:
+                raise LinkError(f"request {row.id}: a token without a log-prob")
             record.add(row)
             entry.phase = Stage.BEGUN
             if not entry.is_streamed:

@@ -159,6 +159,7 @@ class EngineSession:
             beam_width=submit.beam_width,
             shows=submit.streams,
             drawn=submit.drawn,
+            is_admitted=submit.is_admitted,
             is_validated=True,
         )
         return Final(submit.id, await self._batcher.call(call, timeout=None))

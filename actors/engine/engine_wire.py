@@ -15,7 +15,8 @@ from typing import Annotated, Any
 import msgspec
 import trio
 
-from genbatch.actors.batcher.messages import DrawnTokens, Embedded
+from genbatch.actors.batcher.messages import Embedded
+from genbatch.proto.drawn import DrawnTokens
 from genbatch.proto.errors import ErrorInfo
 from genbatch.proto.messages import (
     EmbedRequest,
@@ -40,7 +41,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         request: the request; `deadline_s` is the time that remains.
         client, request_id, beam_width: see Generate.
         streams: whether to send tokens with their text, for a caller that reads them.
-        drawn: see Generate.
+        drawn, is_admitted: see Generate.
     """
 
     id: int
@@ -50,6 +51,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     beam_width: int
     streams: bool
     drawn: tuple[DrawnTokens, ...] = ()
+    is_admitted: bool = False
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=1):

@@ -339,6 +339,7 @@ class RemoteBatcher(GenServer):
         # guard: default deadline, at the link
         wait_s = (self.options.default_deadline_s or None) if message.client else None
         entry = self.accepted.accept(wanted, trio.current_time(), is_streamed=is_streamed, wait_s=wait_s)
+        entry.brought = message.drawn if isinstance(message, Generate) else ()
         entry.seed = secrets.randbelow(MAX_SEED + 1)
         entry.caller = WaitingCaller(from_, self.monitor(from_), message)
         self._callers[entry.caller.monitor] = entry
@@ -535,7 +536,14 @@ def _submission(entry: AcceptedRequest, request: Wanted) -> Submit | SubmitEmbed
         return SubmitEmbed(entry.id, request, message.client, message.request_id)
     assert isinstance(request, GenerateRequest)
     return Submit(
-        entry.id, request, message.client, message.request_id, message.beam_width, entry.is_streamed, entry.drawn()
+        entry.id,
+        request,
+        message.client,
+        message.request_id,
+        message.beam_width,
+        entry.is_streamed,
+        entry.drawn(),
+        is_admitted=entry.deaths > 0,
     )
 
 

@@ -8,13 +8,13 @@
     Generate --> router --> replica's connection --> tokens, final
         ^                        |
         |                        | the replica is gone
-        +--- nothing shown yet --+-- else: error(engine_lost, tokens_delivered)
+        +--- prompt and tokens --+
 
 A request runs in its caller's task, so it is cancelled when the caller leaves. It has one final: the replica's, or one
 from here. Within a replica, the replica's own ledger handles an engine's death, and its answer is final. The fleet
-handles the loss of a whole replica, its node or the network. A request without shown tokens is then sent to another
-replica, once, within its deadline. If a second replica is lost, the request ends with engine_lost, since it may be the
-cause.
+handles the loss of a whole replica, its node or the network. A request is then sent to another replica with the tokens
+that were shown, within its deadline. If a second replica is lost before a new token, or if MAX_LOSSES are lost, the
+request ends with engine_lost, since it may be the cause.
 
 Each replica orders its requests by the tokens that the clients had of all replicas (see fairness). Requests wait here
 while there is no replica, or while an earlier line is not served yet; clients take turns.
@@ -35,6 +35,7 @@ from genbatch.actors.batcher.draining import DRAINING, RETRY_AFTER_DRAIN_MS
 from genbatch.actors.batcher.messages import Embed, Embedded, Generate, charged_account, validate_generate
 from genbatch.actors.fleet.fairness import Accounts, Line, Waiter, account_in_fleet, weighted
 from genbatch.actors.fleet.routing import ReplicaView, Roster, Router, RouteRequest, content_blocks
+from genbatch.proto.drawn import DrawnTokens, ShownTokens, replayable
 from genbatch.proto.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -72,8 +73,8 @@ RETRY_MS = 2000
 QUEUE_PER_SLOT = 4
 # Approximate; used to estimate tokens by length.
 CHARS_PER_TOKEN = 4
-# The most tries of one request: it is replayed once.
-MAX_TRIES = 2
+# The most tries of one request without a new token: it is replayed once. And the most lost replicas of one request.
+MAX_TRIES, MAX_LOSSES = 2, 4
 
 
 class Connection(Protocol):
@@ -84,8 +85,13 @@ class Connection(Protocol):
         GenbatchError: the replica's error.
     """
 
-    async def generate(self, request: GenerateRequest, on_token: Callable[[Token], None] | None) -> Result:
-        """Generate; call `on_token` with each new token."""
+    async def generate(
+        self,
+        request: GenerateRequest,
+        on_token: Callable[[Token], None] | None,
+        drawn: tuple[DrawnTokens, ...] = (),
+    ) -> Result:
+        """Generate after the `drawn` tokens; call `on_token` with each new token."""
         ...
 
     async def embed(self, request: EmbedRequest | ScoreRequest) -> Embedded:
@@ -333,21 +339,23 @@ class Fleet:
         expires_at = math.inf if request.deadline_s is None else now + request.deadline_s
         account = charged_account(message.client, request.tenant)
         payer = account_in_fleet(self.name, account)
-        for num_try in range(1, MAX_TRIES + 1):
+        request = replayable(request)
+        shown = ShownTokens(request, message.drawn)
+        num_tries = num_losses = 0  # tries since the last new token
+        while True:
             replica = await self._place(seen, account, request.priority, self._give_up_at(message, expires_at))
             if request.deadline_s is not None:
                 left_s = expires_at - trio.current_time()
                 request = msgspec.structs.replace(request, deadline_s=max(0.001, left_s))
             owed = self.accounts.tell(account, replica.name)
             request = msgspec.structs.replace(request, payer=Payer(name=payer, served=owed))
-            shown = 0
+            num_shown = len(shown)
             try:
                 with _taking(replica, seen) as begun:
                     self._call_line()
 
                     def on_token(token: Token, begun: Callable[[], None] = begun) -> None:
-                        nonlocal shown
-                        shown += 1
+                        shown.add(token)
                         begun()
                         assert message.on_token is not None
                         try:
@@ -355,7 +363,8 @@ class Fleet:
                         except Exception as error:  # a fault of the caller's function ends its request only
                             raise EngineError(f"on_token raised {error!r}") from error
 
-                    result = await replica.connection.generate(request, None if message.on_token is None else on_token)
+                    show = None if message.on_token is None else on_token
+                    result = await replica.connection.generate(request, show, shown.drawn())
                 usage = result.usage
                 self.accounts.book(account, replica.name, weighted(usage.prompt_tokens, usage.completion_tokens))
                 return result
@@ -367,14 +376,12 @@ class Fleet:
                 # The replica refused the request, or was lost. It gets no requests until its next report.
                 if replica.phase is ReplicaPhase.OPEN:
                     self._move(replica, ReplicaPhase.SUSPECT)
-                if shown:
+                num_tries, num_losses = 1 if len(shown) > num_shown else num_tries + 1, num_losses + 1
+                if num_tries == MAX_TRIES or num_losses == MAX_LOSSES:
                     self.counts["lost"] += 1
-                    raise EngineLost(f"replica {replica.name} was lost in mid stream", shown) from error
-                if num_try == MAX_TRIES:
-                    self.counts["lost"] += 1
-                    raise EngineLost("two replicas were lost that had this request", 0) from error
+                    reason = f"{num_losses} replicas were lost that had this request"
+                    raise EngineLost(reason, len(shown)) from error
                 self.counts["replayed"] += 1
-        raise AssertionError("the last try returns or raises")
 
     def _give_up_at(self, message: Generate | Embed, expires_at: float) -> float:
         """Return the time at which a request stops waiting for a replica; the replica bounds the wait for its slots."""

@@ -22,6 +22,7 @@ import trio
 from genbatch.actors.batcher.messages import Embed, Embedded, Generate, tenant_account
 from genbatch.actors.runtime.errors import ActorDown, CallTimeout, MailboxFull
 from genbatch.proto.codec import to_generate_request
+from genbatch.proto.drawn import DrawnTokens
 from genbatch.proto.errors import (
     EngineError,
     Forbidden,
@@ -81,12 +82,14 @@ class Caller:
         on_token: called on the event loop, must not block; None for no tokens.
         request_id: the request's name in logs and spans; "" if the gateway has none.
         tenant: the tenant of its key or token; None at a gateway without keys and tokens.
+        drawn: see Generate.
     """
 
     client: str
     on_token: OnToken | None
     tenant: str | None = None
     request_id: str = ""
+    drawn: tuple[DrawnTokens, ...] = ()
 
     @property
     def payer(self) -> str:
@@ -236,6 +239,7 @@ class Dispatcher:
         on_token: OnToken | None,
         tenant: str | None = None,
         request_id: str = "",
+        drawn: tuple[DrawnTokens, ...] = (),
     ) -> object:
         """Run a method and return its result: a type of proto, or plain data.
 
@@ -246,6 +250,7 @@ class Dispatcher:
             on_token: takes a streaming method's tokens; other methods ignore it.
             request_id: the request's name in logs and spans.
             tenant: the tenant of the caller's key or token; None at a gateway without keys and tokens.
+            drawn: the tokens that the caller has of a lost stream of this request.
 
         Raises:
             GenbatchError: every failure, whatever its cause.
@@ -261,7 +266,7 @@ class Dispatcher:
         if row.is_operators and tenant is not None:
             raise Forbidden(f"{method} is for the operator, at an address of this machine without keys or tokens")
         try:
-            caller = Caller(client, on_token if row.streams else None, tenant, request_id)
+            caller = Caller(client, on_token if row.streams else None, tenant, request_id, drawn)
             return await self._answer(row, params, caller)
         except GenbatchError:
             raise
@@ -318,8 +323,8 @@ class Dispatcher:
             if not self._of_fleet:
                 raise InvalidRequest("payer", "is for the gateways of a fleet to say")
             payer = request.payer.name
-        message = Generate(request, caller.on_token, payer, request_id=caller.request_id)
-        with self._requests.taken(self._text_payer(caller), held_bytes(request)):
+        message = Generate(request, caller.on_token, payer, request_id=caller.request_id, drawn=caller.drawn)
+        with self._requests.taken(self._text_payer(caller), held_bytes(request) + held_bytes(caller.drawn)):
             return await self._batcher.call(message, timeout=None)
 
     async def _embed(self, request: EmbedRequest, caller: Caller) -> object:

@@ -354,6 +354,7 @@ class RPCSession:
                 on_token=on_token,
                 tenant=self.tenant,
                 request_id=f"{self.client}/{request.msgid}",
+                drawn=request.options.drawn,
             )
         except GenbatchError as error:
             await call.caught_up()

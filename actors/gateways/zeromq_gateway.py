@@ -19,7 +19,7 @@ import trio
 import zmq
 
 from genbatch.actors.gateways.addresses import check_address
-from genbatch.actors.gateways.dispatcher import Dispatcher
+from genbatch.actors.gateways.dispatcher import RETRY_AFTER_RESTART_MS, Dispatcher
 from genbatch.actors.gateways.listening import LentSocket, ListeningSockets, address_of
 from genbatch.actors.gateways.peers import Peer, account_of_descriptor
 from genbatch.actors.gateways.session import MAX_WAITING, CallHost, Outbox, RPCSession
@@ -205,8 +205,13 @@ class ZeroMQGateway:
                     self._calls = CallHost(await nursery.start(self._host_calls, stopping))
                     try:
                         await self._serve(task_status)
+                    except Exception:  # the supervisor restarts the gateway
+                        self._calls.closing = Unavailable(
+                            "the gateway is being restarted", retry_after_ms=RETRY_AFTER_RESTART_MS
+                        )
+                        raise
                     finally:
-                        self._calls.closing = Unavailable("the service is stopping")
+                        self._calls.closing = self._calls.closing or Unavailable("the service is stopping")
                         for peer in self._peers.values():
                             peer.session.cancel_all(self._calls.closing)
                         stopping.set()

@@ -16,6 +16,7 @@ from genbatch.clients.interface import ClientClosed, embed_for, generate_for
 from genbatch.clients.remote import RemoteClient, Retry
 from genbatch.clients.transports import Transport
 from genbatch.nif.errors import OptionError
+from genbatch.proto.drawn import DrawnTokens
 from genbatch.proto.errors import Unauthenticated, Unavailable
 from genbatch.proto.messages import (
     EmbedRequest,
@@ -49,10 +50,20 @@ class ReplicaConnection:
     ) -> None:
         await self._client.__aexit__(kind, error, traceback)
 
-    async def generate(self, request: GenerateRequest, on_token: Callable[[Token], None] | None) -> Result:
+    async def generate(
+        self,
+        request: GenerateRequest,
+        on_token: Callable[[Token], None] | None,
+        drawn: tuple[DrawnTokens, ...] = (),
+    ) -> Result:
         """See `Connection`."""
         with _unavailable_once_closed():
-            return await generate_for(self._client, request, on_token)
+            if on_token is None:
+                return await generate_for(self._client, request)
+            async with self._client.continued(request, drawn) as stream:
+                async for token in stream:
+                    on_token(token)
+            return stream.result
 
     async def embed(self, request: EmbedRequest | ScoreRequest) -> Embedded:
         """See `Connection`."""

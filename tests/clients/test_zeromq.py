@@ -16,12 +16,18 @@ import trio
 import trio.testing
 import zmq
 
+from genbatch.actors.gateways.dispatcher import Dispatcher
+from genbatch.actors.gateways.zeromq_gateway import ZeroMQGateway
+from genbatch.actors.runtime.actor import start
+from genbatch.actors.runtime.supervisor import ChildSpec, Supervisor
 from genbatch.actors.runtime.zeromq_socket import ZeroMQSocket, open_socket
 from genbatch.clients import remote, transports
 from genbatch.clients.interface import Client, ClientClosed
-from genbatch.clients.remote import ZeroMQClient
+from genbatch.clients.remote import Retry, ZeroMQClient
+from genbatch.clients.sync import SyncZeroMQClient
+from genbatch.proto.drawn import DrawnTokens
 from genbatch.proto.errors import GenbatchError, MalformedMessage, Unavailable
-from tests.actors.gateways.scripted_batcher import PATIENCE_S, served
+from tests.actors.gateways.scripted_batcher import PATIENCE_S, ScriptedBatcher, served
 
 pytestmark = pytest.mark.trio
 
@@ -53,7 +59,8 @@ async def test_a_service_that_is_killed_ends_open_calls_at_once(tmp_path: Path) 
     assert process.stdout is not None and process.stdin is not None
     try:
         with trio.fail_after(PATIENCE_S):
-            async with ZeroMQClient(address, timeout=3600) as client, client.stream("hold") as stream:
+            once = ZeroMQClient(address, timeout=3600, retry=Retry(max_attempts=1))
+            async with once as client, client.stream("hold") as stream:
                 await trio.to_thread.run_sync(process.stdout.readline)
                 os.kill(process.pid, signal.SIGKILL)
                 with pytest.raises(Unavailable, match="was lost"):
@@ -64,6 +71,58 @@ async def test_a_service_that_is_killed_ends_open_calls_at_once(tmp_path: Path) 
         await trio.to_thread.run_sync(process.wait)
         process.stdin.close()
         process.stdout.close()
+
+
+@pytest.mark.parametrize("client_type", [ZeroMQClient, SyncZeroMQClient])
+async def test_a_stream_continues_when_its_gateway_failed_and_was_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, client_type: type[ZeroMQClient | SyncZeroMQClient]
+) -> None:
+    receive, fails = ZeroMQSocket.recv_many_signed, [False]
+
+    async def fail_once(socket: ZeroMQSocket, *limits: int) -> Any:
+        messages = await receive(socket, *limits)
+        if fails[0]:
+            fails[0] = False
+            raise ZeroDivisionError
+        return messages
+
+    monkeypatch.setattr(ZeroMQSocket, "recv_many_signed", fail_once)
+    batcher, address, told = ScriptedBatcher(), f"ipc://{tmp_path / 'socket'}", list[str]()
+
+    def read_plainly(client: SyncZeroMQClient) -> None:
+        with client as opened, opened.stream("hold", seed=5) as stream:
+            told.extend(token.text for token in stream)
+
+    async def read(client: ZeroMQClient) -> None:
+        async with client as opened, opened.stream("hold", seed=5) as stream:
+            async for token in stream:
+                told.append(token.text)
+
+    with trio.fail_after(PATIENCE_S):
+        async with trio.open_nursery() as nursery:
+            ref = await start(nursery, batcher)
+            gateways = ChildSpec("zeromq", lambda: ZeroMQGateway(Dispatcher(ref), address).run)
+            await nursery.start(Supervisor([gateways], name="gateways").run)
+            async with trio.open_nursery() as reading:
+                client = client_type(address, timeout=PATIENCE_S)
+                if isinstance(client, SyncZeroMQClient):
+                    reading.start_soon(trio.to_thread.run_sync, read_plainly, client)
+                else:
+                    reading.start_soon(read, client)
+                first = await batcher.arrival("hold")
+                for text in ("a", "b"):
+                    first.emit(text)
+                while len(told) < 2:
+                    await trio.testing.wait_all_tasks_blocked(0.01)
+                fails[0] = True  # the next heartbeat meets it
+                await batcher.release("hold")
+                second = await batcher.arrival("hold")
+                assert second.message.drawn == (DrawnTokens([100, 101]),)
+                assert second.message.request.seed == 5 and not second.message.is_admitted
+                second.emit("c")
+                second.finish()
+            nursery.cancel_scope.cancel()
+    assert told == ["a", "b", "c"]
 
 
 async def test_a_connection_that_does_not_come_about_ends_no_request_that_waits_for_one(tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ async def test_hello_says_the_version_and_what_a_stream_may_ask_for() -> None:
         dispatcher = Dispatcher(await start(nursery, ScriptedBatcher()))
         hello = await dispatcher.call("hello", {}, client="test", on_token=None)
         nursery.cancel_scope.cancel()
-    assert hello == Hello(methods=tuple(METHODS), version=WIRE_VERSION, stream_options=("credit", "coalesce"))
+    assert hello == Hello(methods=tuple(METHODS), version=WIRE_VERSION, stream_options=("credit", "coalesce", "drawn"))
 
 
 def test_a_client_is_told_of_a_service_whose_version_it_does_not_know() -> None:

@@ -16,6 +16,7 @@ import msgpack
 import msgspec
 
 from genbatch.proto.codec import to_generate_request
+from genbatch.proto.drawn import DrawnTokens
 from genbatch.proto.errors import EngineLost, InvalidRequest, QueueFull
 from genbatch.proto.messages import (
     Drained,
@@ -161,6 +162,17 @@ SAMPLES = (
             Token(text=" grey", token_id=8, index=0, logprob=-1.5, top={7: -0.5}, choice=1),
         ),
         together=True,
+    ),
+    Sample(
+        "stream that continues",
+        "stream",
+        {"prompt": "The sky is", "logprobs": 1, "n": 2, "seed": 5},
+        PLAIN_RESULT,
+        options=StreamOptions(credit=64, drawn=(DrawnTokens([7, 9], [(-0.5, {7: -0.5}), (-1.0, {})]), DrawnTokens([]))),
+        tokens=(
+            Token(text=".", token_id=2, index=2, logprob=-0.5),
+            Token(text=" grey", token_id=8, index=0, logprob=-1.5, choice=1),
+        ),
     ),
     Sample(
         "stream with tools",

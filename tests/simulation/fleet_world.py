@@ -144,7 +144,6 @@ class FleetWorld:
     """
 
     gateways_die = True
-    deaths_to_lose = 1  # nothing keeps the tokens that a replica has sent
     is_draining = False
 
     def __init__(

@@ -10,11 +10,12 @@ import torch
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from genbatch.actors.batcher.messages import DrawnTokens, Generate
+from genbatch.actors.batcher.messages import Generate
 from genbatch.nif.context.engine import choose_runner
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.models.model import load_model
-from genbatch.proto.errors import EngineLost
+from genbatch.proto.drawn import DrawnTokens
+from genbatch.proto.errors import EngineLost, GenbatchError, InvalidRequest, QueueFull
 from genbatch.proto.messages import GenerateRequest, Message, NamedTool, ResponseFormat, Result, Token, Tool
 from tests.actors.batcher.bench import Bench, batcher, prompt_of
 from tests.nif.native.models import build_native_model
@@ -64,10 +65,11 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Native:
 
 
 async def ask(
-    bench: Bench, request: GenerateRequest, drawn: tuple[DrawnTokens, ...] = ()
+    bench: Bench, request: GenerateRequest, drawn: tuple[DrawnTokens, ...] = (), *, is_admitted: bool = True
 ) -> tuple[list[Token], Result]:
     tokens: list[Token] = []
-    result = await bench.ref.call(Generate(request, tokens.append, "client", drawn=drawn), timeout=None)
+    call = Generate(request, tokens.append, "client", drawn=drawn, is_admitted=is_admitted and bool(drawn))
+    result = await bench.ref.call(call, timeout=None)
     return tokens, result
 
 
@@ -202,3 +204,55 @@ async def test_tokens_that_this_engine_would_not_have_drawn_are_no_beginning(nat
         with pytest.raises(EngineLost) as lost:
             await ask(bench, request, (DrawnTokens([7, 8, 9, 10, 11]),))
         assert lost.value.tokens_delivered == 5
+
+
+# Tokens that a client brings, after its gateway died
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize(
+    ("drawn", "field"),
+    [
+        ((DrawnTokens([7, 8, 9, 10, 11]),), "drawn"),
+        ((DrawnTokens([7]), DrawnTokens([7])), "drawn"),
+        ((DrawnTokens([7, 10**6]),), "drawn[0].token_ids[1]"),
+        ((DrawnTokens([-1]),), "drawn[0].token_ids"),
+        ((DrawnTokens([7], [(-1.0, {})]),), "drawn[0].logprobs"),
+        ((DrawnTokens([7], [], ["a", "b"]),), "drawn[0].call_ids"),
+    ],
+)
+async def test_tokens_that_a_client_brings_must_be_those_of_its_request(
+    native: Native, drawn: tuple[DrawnTokens, ...], field: str
+) -> None:
+    async with native() as bench:
+        request = GenerateRequest(token_ids=prompt_of(5, 3), max_tokens=4, ignore_eos=True)
+        with pytest.raises(InvalidRequest) as refused:
+            await ask(bench, request, drawn, is_admitted=False)
+        assert refused.value.field == field
+        scored = GenerateRequest(token_ids=prompt_of(5, 3), max_tokens=4, logprobs=1)
+        with pytest.raises(InvalidRequest, match="finite"):
+            await ask(bench, scored, (DrawnTokens([7], [(float("nan"), {})]),), is_admitted=False)
+
+
+@pytest.mark.trio
+async def test_tokens_against_the_grammar_fail_their_request_alone(native: Native) -> None:
+    async with native() as bench:
+        request = GenerateRequest(token_ids=prompt_of(5, 3), regex="(ab){20}", max_tokens=40)
+        with pytest.raises(GenbatchError, match="cannot be followed"):
+            await ask(bench, request, (DrawnTokens([7, 8, 9]),), is_admitted=False)
+        await check(bench, GenerateRequest(token_ids=prompt_of(5, 3), **DRAWN))
+
+
+@pytest.mark.trio
+async def test_who_brings_tokens_does_not_pass_those_that_wait(native: Native) -> None:
+    async with native(n_parallel=1, max_queue=1, max_client_queue_share=1.0) as bench, trio.open_nursery() as all:
+        request = GenerateRequest(token_ids=prompt_of(5, 3), **DRAWN)
+        whole, _ = await ask(bench, request)
+        drawn = drawn_by(whole[:9], 1, scored=False)
+        other = GenerateRequest(token_ids=prompt_of(6, 4), max_tokens=300, ignore_eos=True)
+        all.start_soon(ask, bench, other)
+        await wait_all_tasks_blocked()
+        all.start_soon(ask, bench, other)
+        await wait_all_tasks_blocked()
+        with pytest.raises(QueueFull):
+            await ask(bench, request, drawn, is_admitted=False)

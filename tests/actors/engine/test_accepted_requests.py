@@ -7,7 +7,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from genbatch.actors.batcher.messages import DrawnTokens
 from genbatch.actors.engine.accepted_requests import (
     DEADLINE_GRACE_S,
     MAX_DEATHS,
@@ -18,6 +17,7 @@ from genbatch.actors.engine.accepted_requests import (
     Stage,
 )
 from genbatch.actors.engine.engine_wire import LinkError, TokenRow
+from genbatch.proto.drawn import DrawnTokens
 from genbatch.proto.errors import DeadlineExceeded, EngineLost, Unavailable
 from genbatch.proto.messages import GenerateRequest, ToolCallDelta
 

@@ -10,7 +10,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from genbatch.actors.batcher.messages import DrawnTokens, Embed, Embedded, Generate
+from genbatch.actors.batcher.messages import Embed, Embedded, Generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.engine import engine_process
 from genbatch.actors.engine.child_process import Join
@@ -25,6 +25,7 @@ from genbatch.actors.engine.remote_batcher import (
 )
 from genbatch.actors.runtime.actor import NOREPLY, ActorRef, Down, From, GenServer, Monitor, reply, reply_error, start
 from genbatch.actors.service.processes import Joint
+from genbatch.proto.drawn import DrawnTokens
 from genbatch.proto.errors import (
     Cancelled,
     DeadlineExceeded,

@@ -11,6 +11,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from genbatch.actors.batcher.messages import Embed, Embedded, Generate
 from genbatch.actors.fleet.fleet import Fleet, FleetLimits, ReplicaPhase
 from genbatch.actors.fleet.routing import build_router
+from genbatch.proto.drawn import DrawnTokens
 from genbatch.proto.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -56,10 +57,17 @@ class Scripted:
         self.on_token: list[Callable[[Token], None] | None] = []
         self.ends: list[trio.MemorySendChannel[Result | GenbatchError]] = []
         self.drained: list[float] = []
+        self.drawn: list[tuple[DrawnTokens, ...]] = []
         self.embedded: list[EmbedRequest | ScoreRequest] = []
 
-    async def generate(self, request: GenerateRequest, on_token: Callable[[Token], None] | None) -> Result:
+    async def generate(
+        self,
+        request: GenerateRequest,
+        on_token: Callable[[Token], None] | None,
+        drawn: tuple[DrawnTokens, ...] = (),
+    ) -> Result:
         self.asked.append(request)
+        self.drawn.append(drawn)
         self.on_token.append(on_token)
         send, receive = trio.open_memory_channel[Result | GenbatchError](1)
         self.ends.append(send)
@@ -166,7 +174,7 @@ async def test_requests_spread_and_end_with_what_their_replica_says(nursery: tri
 
 
 @pytest.mark.trio
-async def test_a_death_replays_what_was_not_shown_and_ends_what_was(nursery: trio.Nursery) -> None:
+async def test_a_death_replays_what_was_not_shown_and_continues_what_was(nursery: trio.Nursery) -> None:
     fleet, (one, two) = fleet_of("one", "two")
     fleet.report("two", Health(status="ready", steps=1, requests_running=2, requests_waiting=7, stalled_s=0.0))
     shown = Asked(fleet, nursery, prompt="shown", stream=True)
@@ -176,13 +184,37 @@ async def test_a_death_replays_what_was_not_shown_and_ends_what_was(nursery: tri
     one.say(5, one.place("shown"))
     one.die()
     await wait_all_tasks_blocked()
-    assert isinstance(shown.end, EngineLost) and shown.end.tokens_delivered == 5
-    assert len(two.asked) == 2 and fleet.replicas[0].phase is ReplicaPhase.SUSPECT
-    two.end(place=0)
-    two.end(place=1)
+    assert len(two.asked) == 3 and fleet.replicas[0].phase is ReplicaPhase.SUSPECT
+    assert two.drawn[two.place("shown")] == (DrawnTokens([1] * 5),)
+    assert two.drawn[two.place("silent")] == two.drawn[two.place("Hello")] == ()
+    before, after = one.asked[one.place("shown")], two.asked[two.place("shown")]
+    assert before.seed == after.seed is not None
+    for place in range(3):
+        two.end(place=place)
     await wait_all_tasks_blocked()
-    assert silent.end.text == whole.end.text == "two"
-    assert fleet.counts["replayed"] == 2 and fleet.counts["lost"] == 1
+    assert shown.end.text == silent.end.text == whole.end.text == "two" and len(shown.tokens) == 5
+    assert fleet.counts["replayed"] == 3 and fleet.counts["lost"] == 0
+    fleet.check_integrity()
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize(("says", "num_asked"), [(0, 2), (1, 4)])
+async def test_a_stream_ends_at_the_second_loss_without_a_new_token_and_at_the_fourth_in_all(
+    nursery: trio.Nursery, says: int, num_asked: int
+) -> None:
+    fleet, replicas = fleet_of("one", "two", "three", "four", "five")
+    deadly = Asked(fleet, nursery, stream=True)
+    for _ in range(num_asked):
+        await wait_all_tasks_blocked()
+        assert deadly.end is None
+        [had] = [replica for replica in replicas if len(replica.ends) > 0]
+        if says:
+            had.say(says)
+        had.die()
+        had.ends.clear()
+    await wait_all_tasks_blocked()
+    assert isinstance(deadly.end, EngineLost) and deadly.end.tokens_delivered == says * num_asked
+    assert sum(len(replica.asked) for replica in replicas) == num_asked
     fleet.check_integrity()
 
 

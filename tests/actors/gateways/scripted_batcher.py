@@ -58,7 +58,8 @@ class Held:
 
     def emit(self, text: str) -> None:
         """Lets the next token come."""
-        token = Token(text=text, token_id=100 + len(self.tokens), index=len(self.tokens))
+        index = len(self.tokens) + sum(len(one.token_ids) for one in self.message.drawn)
+        token = Token(text=text, token_id=100 + index, index=index)
         self.tokens.append(token)
         if self.message.on_token is not None:
             self.message.on_token(token)
