@@ -4,6 +4,9 @@ The same seed then draws a crowd in little memory (crowd.py), over windows, mixe
 
 python -m tests.simulation --seeds 10000
 python -m tests.simulation --first 4711 --seeds 1 --trace
+python -m tests.simulation --first 4711 --seeds 1 --only kill2,hang1     # only these of the faults that the seed draws
+
+Of a seed whose world fails, a short script of faults is found that fails, too, and printed as `--only`.
 """
 
 import argparse
@@ -17,7 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -29,6 +32,7 @@ from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.model import load_model
 from tests.nif.tiny_models import build_model
 from tests.simulation.crowd import Crowd
+from tests.simulation.faults import Faults, shrink
 from tests.simulation.fleet_world import FleetWorld
 from tests.simulation.world import World
 
@@ -47,11 +51,13 @@ class Verdict:
     Args:
         events: in order.
         fault: what is wrong with it; "" if every promise held.
+        script: names of faults that suffice for a world to fail; None where the world itself did not fail.
     """
 
     seed: int
     events: list[str]
     fault: str
+    script: list[str] | None = None
 
 
 def main() -> int:
@@ -61,7 +67,9 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes; one a core")
     parser.add_argument("--trace", action="store_true", help="print every event")
+    parser.add_argument("--only", help="names of the faults that happen, with commas between; nothing else is run")
     chosen = parser.parse_args()
+    only = None if chosen.only is None else list(filter(None, chosen.only.split(",")))
     torch.set_num_threads(1)
     logging.disable(logging.ERROR)  # in some worlds a user's scheduler fails, or an engine: as planned
     if chosen.jobs > 1:
@@ -70,7 +78,7 @@ def main() -> int:
         model = load_model(str(build_model("llama", Path(directory))), dtype="float32", n_gpu_layers=0)
 
     started, digests, num_events, failed = time.perf_counter(), dict[int, bytes](), 0, list[int]()
-    for verdict in verdicts(model, range(chosen.first, chosen.first + chosen.seeds), chosen.jobs):
+    for verdict in verdicts(model, range(chosen.first, chosen.first + chosen.seeds), chosen.jobs, only):
         num_events += len(verdict.events)
         digests[verdict.seed] = hashlib.sha256("\n".join(verdict.events).encode()).digest()
         if chosen.trace:
@@ -81,6 +89,8 @@ def main() -> int:
                 print(verdict.fault)
             replay = f"python -m tests.simulation --first {verdict.seed} --seeds 1 --trace"
             print(f"seed {verdict.seed} failed; replay: {replay}", flush=True)
+            if verdict.script is not None:
+                print(f"  these of its faults suffice: {replay} --only {','.join(verdict.script)}", flush=True)
     # The same for the same seeds, however many processes shared them.
     digest = hashlib.sha256(b"".join(digests[seed] for seed in sorted(digests))).hexdigest()[:12]
     seconds = time.perf_counter() - started
@@ -88,12 +98,12 @@ def main() -> int:
     return 1 if failed or len(digests) < chosen.seeds else 0
 
 
-def verdicts(model: Model, seeds: range, jobs: int) -> Iterator[Verdict]:
+def verdicts(model: Model, seeds: range, jobs: int, only: list[str] | None = None) -> Iterator[Verdict]:
     """Judges seeds, each as soon as its world has ended, in as many processes as there are jobs."""
     gc.collect()
     gc.freeze()  # of the model and all that was imported nothing will ever be garbage
-    if jobs == 1:
-        yield from _judge_all(seeds, model)
+    if jobs == 1 or only is not None:
+        yield from _judge_all(seeds, model, only)
         return
     processes: dict[Connection, BaseProcess] = {}
     left: dict[Connection, list[int]] = {}  # seeds that it has not judged yet
@@ -129,29 +139,51 @@ def _send_all(seeds: range, model: Model, results: Connection) -> None:
         results.send(verdict)
 
 
-def _judge_all(seeds: range, model: Model) -> Iterator[Verdict]:
+def _judge_all(seeds: range, model: Model, only: list[str] | None = None) -> Iterator[Verdict]:
     """One after another, until the end or Ctrl-C."""
     interrupts: list[int] = []
     signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
     for seed in seeds:
         if interrupts:
             return
-        yield judge(seed, model)
+        yield judge(seed, model) if only is None else judge_script(seed, model, only)
 
 
 def judge(seed: int, model: Model) -> Verdict:
     """Runs a seed's world and its crowd; of every fourth seed also its fleet."""
-    worlds: list[World | FleetWorld] = [World(seed, model)]
-    if seed % FLEET_EVERY == 0:
-        worlds.append(FleetWorld(seed, model))
+    first = judge_script(seed, model)
+    if first.fault:
+        return first
+    fleet = FleetWorld(seed, model)
     fault = ""
     try:
-        for world in worlds:
-            world.simulate()
+        if seed % FLEET_EVERY == 0:
+            fleet.simulate()
         Crowd(seed, model).check()
     except BaseException as error:
         fault = "".join(traceback.format_exception(error))
-    return Verdict(seed, [event for world in worlds for event in world.events], fault)
+    return Verdict(seed, first.events + fleet.events, fault)
+
+
+def judge_script(seed: int, model: Model, script: list[str] | None = None) -> Verdict:
+    """Runs a seed's world with these of its faults, all by default, and shrinks a script that fails."""
+    world = World(seed, model, faults=Faults(script))
+    try:
+        world.simulate()
+    except BaseException as error:
+        fault = "".join(traceback.format_exception(error))
+        short = shrink(world.faults.happened, lambda part: world_fails(seed, model, part))
+        return Verdict(seed, world.events, fault, short)
+    return Verdict(seed, world.events, "")
+
+
+def world_fails(seed: int, model: Model, script: Sequence[str]) -> bool:
+    """Whether a seed's world fails with these of its faults."""
+    try:
+        World(seed, model, faults=Faults(script)).simulate()
+    except BaseException:
+        return True
+    return False
 
 
 if __name__ == "__main__":

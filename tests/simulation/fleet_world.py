@@ -30,12 +30,13 @@ from genbatch.clients.fleet.replicas import Described, ReplicaConnection
 from genbatch.clients.transports import RPCTransport
 from genbatch.nif.models.loaded_model import Model
 from genbatch.proto.messages import GenerateRequest, Result
+from tests.simulation.faults import Faults
 from tests.simulation.history_runner import FIRST_PLAIN, VOCAB, expected
 from tests.simulation.pipe import End, pair
 from tests.simulation.seeded_loop import run_seeded
 from tests.simulation.sim_client import SimClient
 from tests.simulation.sim_request import SimRequest
-from tests.simulation.world import LIVENESS_S, World
+from tests.simulation.world import FAULTS_S, FINALS_S, LIVENESS_S, World
 
 NUM_NODES = 2
 
@@ -157,6 +158,7 @@ class FleetWorld:
         options: BatcherOptions | None = None,
     ) -> None:
         self.seed, self.model = seed, model
+        self.faults = Faults()
         self.rng = random.Random(f"fleet {seed}")
         self.events: list[str] = []
         self.replicas: dict[str, SimReplica] = {}
@@ -179,7 +181,7 @@ class FleetWorld:
         self._parted: set[tuple[str, int]] = set()  # gateway and node
         self._num_lives = 0
         self._num_lost = 0  # lives, ways and gateways
-        self._is_calm = rule is not None
+        self.is_calm = rule is not None
         if rule is not None:
             self._rule = rule
             self._gateways = [SimGateway(f"gateway{number}") for number in range(num_gateways)]
@@ -226,15 +228,28 @@ class FleetWorld:
                     self._nursery.start_soon(self._keep_gateway, one)
                 await trio.sleep(0.1)
                 self._nursery.start_soon(self._harass)
-                await (self._clients if story is None else partial(story, self))()
+                await (self._until_clients_end if story is None else partial(story, self))()
+                self._calm()
                 await self._come_to_rest()
                 self._nursery.cancel_scope.cancel()
 
-    async def _clients(self) -> None:
+    async def _until_clients_end(self) -> None:
+        """Has faults for a while; then everything that is open must end."""
+        ended = trio.Event()
+        self._nursery.start_soon(self._run_clients, ended)
+        with trio.move_on_after(random.Random(f"fleet {self.seed} calm").uniform(0.0, FAULTS_S)):
+            await ended.wait()
+        self._calm()
+        with trio.move_on_after(FINALS_S):
+            await ended.wait()
+        assert ended.is_set(), f"{FINALS_S:g} s after the last fault, something has not ended"
+
+    async def _run_clients(self, ended: trio.Event) -> None:
         async with trio.open_nursery() as clients:
             for number in range(self.rng.randint(1, 4)):
                 client = SimClient(self, f"client{number}", random.Random(self.rng.random()))
                 clients.start_soon(client.run, self.rng.randint(1, 8))
+        ended.set()
 
     async def ask(self, number: int, max_tokens: int = 8, client: str = "caller") -> None:
         """Has a plain request answered by way of the gateway with this number, and checks the answer."""
@@ -250,13 +265,16 @@ class FleetWorld:
         self._gateways[number].version = version
         self._kill_gateway(self._gateways[number])
 
-    async def _come_to_rest(self) -> None:
-        self._is_calm = True
+    def _calm(self) -> None:
+        """No more faults from now on."""
+        self.is_calm = True
         for gateway, node in list(self._parted):
             self._heal(gateway, node)
         lives = [replica.life for replica in self.replicas.values() if replica.life is not None]
         for life in lives:
             life.world.calm()
+
+    async def _come_to_rest(self) -> None:
         # What was let go is gone, and what is wanted is there.
         await trio.sleep(60.0)
         for one in self._gateways:
@@ -338,7 +356,7 @@ class FleetWorld:
                 with life.scope:
                     async with trio.open_nursery() as nursery:
                         await world.open(nursery)
-                        if self._is_calm:
+                        if self.is_calm:
                             world.calm()
                         life.is_ready = True
                         await trio.sleep_forever()
@@ -377,9 +395,9 @@ class FleetWorld:
     # Faults
 
     async def _harass(self) -> None:
-        while not self._is_calm:
+        while not self.is_calm:
             await trio.sleep(self.rng.random())
-            if self._is_calm:
+            if self.is_calm:
                 return
             if self.rng.random() < self._death_rate:
                 self._kill_node(self.rng.randrange(NUM_NODES))

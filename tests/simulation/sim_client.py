@@ -20,6 +20,7 @@ from genbatch.proto.rpc import (
     TokenReceived,
     TokensReceived,
 )
+from tests.simulation.faults import Faults
 from tests.simulation.pipe import End
 from tests.simulation.sim_request import WORDS, SimRequest
 
@@ -54,6 +55,8 @@ class Service(Protocol):
     is_draining: bool
     gateways_die: bool
     deaths_to_lose: int  # so many of them may end a request
+    faults: Faults
+    is_calm: bool  # no more faults, and no more requests
 
     @property
     def default_deadline_s(self) -> float:
@@ -99,10 +102,10 @@ class SimClient:
     async def run(self, num_requests: int) -> None:
         """Asks so many times, and now and then loses its connection."""
         left = num_requests
-        while left:
+        while left and not self.world.is_calm:
             share = self.rng.randint(1, left)
             left -= share
-            vanishes = self.rng.random() < 0.2
+            vanishes = self.rng.random() < 0.2 and self.world.faults.happens("vanish")
             async with trio.open_nursery() as nursery:
                 self._end = self.world.connect(self.name)
                 self._calls, self._protocol, self._has_vanished = {}, ClientConnection(), False
@@ -144,10 +147,10 @@ class SimClient:
         self._calls[msgid] = call
         self.world.trace(self.name, f"asks {msgid}: {asked.wanted}")
         await self._send(data)
-        if rng.random() < 0.15:
+        if rng.random() < 0.15 and self.world.faults.happens("cancel"):
             await self._cancel(msgid, call)
             return
-        stalls = options.credit is not None and rng.random() < 0.2
+        stalls = options.credit is not None and rng.random() < 0.2 and self.world.faults.happens("stall")
         if options.credit is not None:
             while not call.finals:
                 with trio.move_on_after(0.05 + rng.random() * 0.2):

@@ -1,7 +1,7 @@
 """A few of the worlds that `make sim` runs by the thousand."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +12,8 @@ from genbatch.actors.engine.accepted_requests import AcceptedRequest, AcceptedRe
 from genbatch.actors.engine.remote_batcher import RemoteBatcher
 from genbatch.nif.context import runs
 from genbatch.nif.models.loaded_model import Model
+from tests.simulation.__main__ import judge_script, world_fails
+from tests.simulation.faults import shrink
 from tests.simulation.history_runner import HistoryRunner
 from tests.simulation.seeded_loop import run_seeded
 from tests.simulation.world import World
@@ -121,3 +123,35 @@ def test_a_drain_that_waits_for_longer_than_it_was_told_is_noticed(
 ) -> None:
     monkeypatch.setattr(RemoteBatcher, "_cancel_open", lambda self: None)
     assert fails(model, first=SEEDS)  # in the worlds before, no drain ends with something open
+
+
+# Liveness, and short scripts of faults
+
+
+def test_a_request_that_never_ends_is_noticed_once_the_faults_have_stopped_and_needs_one_kill(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted fault: the last request of a dead engine is not sent to the next one."""
+
+    def forget_one(self: AcceptedRequests) -> list[AcceptedRequest]:
+        due = send_due(self)
+        return [entry for entry in due if not (entry.deaths and entry.id == max(one.id for one in self))]
+
+    send_due = AcceptedRequests.due
+    monkeypatch.setattr(AcceptedRequests, "due", forget_one)
+    verdict = next(verdict for seed in range(SEEDS) if (verdict := judge_script(seed, model)).fault)
+    assert "after the last fault, something has not ended" in verdict.fault
+    assert verdict.script is not None and len(verdict.script) == 1 and verdict.script[0][:4] in ("kill", "hang", "harm")
+    assert world_fails(verdict.seed, model, verdict.script) and not world_fails(verdict.seed, model, [])
+
+
+def test_a_script_is_shrunk_to_the_faults_that_are_needed() -> None:
+    tried: list[list[str]] = []
+
+    def fails(script: Sequence[str]) -> bool:
+        tried.append(list(script))
+        return {"c", "k"} <= {*script}
+
+    assert shrink("abcdefghijklm", fails) == ["c", "k"]
+    assert len(tried) < 40
+    assert shrink("abc", lambda script: True) == []

@@ -31,6 +31,7 @@ from genbatch.actors.scheduling.scheduler import PauseOrder, SchedulerPolicy
 from genbatch.nif.context import Context
 from genbatch.nif.models.loaded_model import Model
 from genbatch.proto.messages import ModelsRequest, Result
+from tests.simulation.faults import Faults
 from tests.simulation.history_runner import FIRST_PLAIN, VOCAB, ChoosingHistoryRunner, EngineDies, HistoryRunner
 from tests.simulation.pipe import End, pair
 from tests.simulation.seeded_loop import run_seeded
@@ -42,6 +43,8 @@ from tests.simulation.sim_worker import SimWorker
 LIVENESS_S = 3600.0
 # The same once its faults and its callers have stopped.
 REST_S = 60.0
+# Faults stop after so many seconds at most. Everything that is open then must end within FINALS_S seconds.
+FAULTS_S, FINALS_S = 20.0, 300.0
 # A request is paused twice, more often only while there is nobody else to pause; so often it never happened.
 MAX_PAUSES = 12
 
@@ -53,13 +56,22 @@ class World:
         seed: draws everything.
         model: for the tokenizer and the limits; it is never evaluated.
         life: of a fleet's replica, which it is: has other faults than the seed's other lives, and the same options.
+        faults: decides which of the drawn faults happen.
     """
 
     gateways_die = False
     deaths_to_lose = 2
 
-    def __init__(self, seed: int, model: Model, life: int | None = None, options: BatcherOptions | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        model: Model,
+        life: int | None = None,
+        options: BatcherOptions | None = None,
+        faults: Faults | None = None,
+    ) -> None:
         self.seed = seed
+        self.faults = faults or Faults()
         self.rng = random.Random(seed)
         self.model = model
         self.events: list[str] = []
@@ -84,7 +96,7 @@ class World:
         self._of_fleet = life is not None
         if life is not None:
             self.rng = random.Random(f"{seed} {life}")
-        self._is_calm = False  # no more faults, so that everything can come to its end
+        self.is_calm = False  # no more faults, so that everything can come to its end
         self._batcher: Batcher | None = None
         self._engine_end: End | None = None
         self._life: trio.Nursery | None = None
@@ -130,14 +142,19 @@ class World:
 
     def draw_request(self, rng: random.Random) -> SimRequest:
         """What a client asks next."""
-        return draw_request(
-            rng,
-            self.model,
-            self._prefixes,
-            max_tokens=rng.randint(1, self._max_tokens),
-            harm=self._harm,
-            has_priorities=self._options.priority_ageing_s > 0,
-        )
+
+        def draw(harm: float) -> SimRequest:
+            return draw_request(
+                rng,
+                self.model,
+                self._prefixes,
+                max_tokens=rng.randint(1, self._max_tokens),
+                harm=harm,
+                has_priorities=self._options.priority_ageing_s > 0,
+            )
+
+        drawn = draw(self._harm)
+        return draw(0.0) if drawn.does_harm and not self.faults.happens("harm") else drawn
 
     def trace(self, who: str, what: str) -> None:
         """Notes an event, and checks what must hold after every one."""
@@ -178,14 +195,26 @@ class World:
         with trio.fail_after(LIVENESS_S):
             async with trio.open_nursery() as nursery:
                 await self.open(nursery)
-                if self.rng.random() < 0.1:
+                if self.rng.random() < 0.1 and self.faults.happens("drain"):
                     self._nursery.start_soon(self._drain)
-                async with trio.open_nursery() as clients:
-                    for number in range(self.rng.randint(1, 4)):
-                        client = SimClient(self, f"client{number}", random.Random(self.rng.random()))
-                        clients.start_soon(client.run, self.rng.randint(1, 8))
+                ended = trio.Event()
+                nursery.start_soon(self._run_clients, ended)
+                with trio.move_on_after(random.Random(f"{self.seed} calm").uniform(0.0, FAULTS_S)):
+                    await ended.wait()
+                self.calm()
+                with trio.move_on_after(FINALS_S):
+                    await ended.wait()
+                open_calls = [f"{entry.id}: {entry.phase.value}" for entry in self._link.accepted]
+                assert ended.is_set(), f"{FINALS_S:g} s after the last fault, something has not ended: {open_calls}"
                 await self.come_to_rest()
                 nursery.cancel_scope.cancel()
+
+    async def _run_clients(self, ended: trio.Event) -> None:
+        async with trio.open_nursery() as clients:
+            for number in range(self.rng.randint(1, 4)):
+                client = SimClient(self, f"client{number}", random.Random(self.rng.random()))
+                clients.start_soon(client.run, self.rng.randint(1, 8))
+        ended.set()
 
     async def open(self, nursery: trio.Nursery) -> None:
         """Begins to live, and to have faults, in the nursery."""
@@ -199,7 +228,7 @@ class World:
 
     def calm(self) -> None:
         """No more faults from now on."""
-        self._is_calm = True
+        self.is_calm = True
 
     async def come_to_rest(self) -> None:
         """Without faults and callers everything must be given back."""
@@ -280,14 +309,16 @@ class World:
 
     def _open_worker(self, life: trio.Nursery, rng: random.Random, name: str) -> SimWorker:
         def hang() -> bool:
-            serves = self._life is life and not self._is_calm  # loading may take as long as it likes
-            return serves and name == "genbatch-model" and rng.random() < self._hang_rate
+            serves = self._life is life and not self.is_calm  # loading may take as long as it likes
+            hangs = serves and name == "genbatch-model" and rng.random() < self._hang_rate
+            return hangs and self.faults.happens("hang")
 
         return SimWorker(life, rng, 0.05, hang)
 
     def _open_context(self) -> Context:
         def is_short() -> bool:
-            return not self._is_calm and self.rng.random() < self._shortage_rate
+            is_short = not self.is_calm and self.rng.random() < self._shortage_rate
+            return is_short and self.faults.happens("shortage")
 
         return Context(
             self.model,
@@ -334,11 +365,11 @@ class World:
     async def _harass(self) -> None:
         clock = trio.lowlevel.current_clock()
         assert isinstance(clock, MockClock)
-        while not self._is_calm:
+        while not self.is_calm:
             await trio.sleep(self.rng.random())
-            if self.rng.random() < self._kill_rate and not self._is_calm:
+            if self.rng.random() < self._kill_rate and not self.is_calm and self.faults.happens("kill"):
                 self._kill("drawn")
-            if self.rng.random() < self._jump_rate:
+            if self.rng.random() < self._jump_rate and self.faults.happens("jump"):
                 self.trace("clock", "jumps")
                 # Less than a client may take to read: a gateway that slept for longer gives up on sends under way.
                 seconds = self.rng.choice((0.5, 3.0, 8.0))
