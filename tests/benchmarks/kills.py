@@ -2,65 +2,45 @@
 
     python -m tests.benchmarks.kills --kills 100 --model DIRECTORY
 
-Each round has requests of every kind at once: greedy and drawn, with penalties, log-probs, grammars, tools, several
-choices and an adapter, as streams and as whole answers. At a random moment the engine gets SIGKILL. Every answer must
-be the one that the same request had before the first kill, token by token. Nothing may end with an error.
+Each round has requests of every kind at once, as streams and as whole answers, over one door: ZeroMQ, msgpack-RPC, the
+four APIs over HTTP, and a program with `engine="process"` in turns. At a random moment the engine gets SIGKILL. Every
+answer must be the one that the same request had before the first kill, token by token. Nothing may end with an error.
+
+With `--gateway` it is the gateway that is killed, and the doors are those whose clients continue by themselves.
 """
 
 import argparse
 import json
+import os
 import random
+import socket
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import torch
 import trio
 from safetensors.torch import save_file
 
-from genbatch import ZeroMQClient
+from genbatch import RPCClient, ZeroMQClient, open_batcher
 from genbatch.proto.errors import GenbatchError
-from genbatch.proto.messages import Result, Token
 from tests.actors.service.running_service import RunningService, kill
 from tests.benchmarks.compare.sigterm import exit_on_sigterm, run_trio
+from tests.benchmarks.kill_doors import ADAPTER, ClientDoor, Door, HTTPDoor, Wrong
+from tests.soak.__main__ import children
 
 TOLD_EVERY = 5
-ADAPTER = "changed"
+DOORS = ("zeromq", "rpc", "http", "program")
 # SmolLM2-135M's: the adapter is for its attention.
 LAYERS, HIDDEN, RANK = 30, 576, 4
-LONG: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True}
-DRAWN: dict[str, Any] = {**LONG, "temperature": 1.0, "seed": 11}
-TOOL = {
-    "name": "get_weather",
-    "parameters": {
-        "type": "object",
-        "properties": {"city": {"type": "string", "maxLength": 30}, "days": {"enum": [1, 2, 3]}},
-        "required": ["city", "days"],
-        "additionalProperties": False,
-    },
-}
-KINDS: dict[str, dict[str, Any]] = {
-    "greedy": {"prompt": "The capital of France is", **LONG},
-    "drawn": {"prompt": "The capital of Spain is", **DRAWN, "top_p": 0.95},
-    "penalties": {"prompt": "The capital of Italy is", **DRAWN, "repetition_penalty": 1.2, "presence_penalty": 0.3},
-    "log-probs": {"prompt": "The capital of Norway is", **DRAWN, "logprobs": 3},
-    "several": {"prompt": "The capital of Peru is", **DRAWN, "n": 3},
-    "stop": {"prompt": "The capital of Chile is", **DRAWN, "stop": [". The", "\n\n"], "min_tokens": 5},
-    "grammar": {"prompt": "A date:", "regex": "([0-9]{4}-[0-9]{2}-[0-9]{2} ?){6}", "temperature": 1.0, "seed": 4},
-    "tools": {
-        "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
-        "tools": [TOOL],
-        "tool_choice": {"name": "get_weather"},
-        "temperature": 1.0,
-        "seed": 5,
-        "max_tokens": 100,
-    },
-    "adapter": {"prompt": "The capital of Japan is", **LONG, "model": ADAPTER},
-}
+# A request may wait for the restart of a service on a busy machine.
+PATIENCE_S = 120.0
 
 
 @dataclass
@@ -72,94 +52,143 @@ class Counts:
     met: int = 0  # requests that were under way at a kill
     wrong: list[str] = field(default_factory=list)
     errors: Counter[str] = field(default_factory=Counter)
-    pauses_s: list[float] = field(default_factory=list)  # of streams, from a kill to the next token
+    pauses_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # from a kill to the next token
 
 
-def essence(result: Result) -> Any:
-    """All of a result but the random ids of calls, and what a cache knew."""
-    choices = result.choices or (result,)
-    return [
-        (one.text, one.token_ids, one.finish_reason, one.logprobs, one.reasoning, one.stop_string,
-         [(call.name, call.arguments) for call in one.tool_calls])
-        for one in choices
-    ]  # fmt: skip
+@dataclass
+class Target:
+    """A door, and how to kill what is behind it.
+
+    Args:
+        kill: kills the process.
+        expected: the essence of each kind's whole answer and stream.
+        took_s: how long all of them took at once, without a kill.
+    """
+
+    name: str
+    door: Door
+    kill: Callable[[], object]
+    expected: dict[tuple[str, bool], Any] = field(default_factory=dict)
+    took_s: float = 0.0
+
+    async def learn(self) -> None:
+        """Ask for everything without a kill."""
+        for kind in self.door.kinds:
+            self.expected[kind, False] = await self.door.whole(kind)
+            self.expected[kind, True] = await self.door.stream(kind, lambda: None)
+        began = time.monotonic()
+        await Round(self, Counts()).ask_all()
+        self.took_s = time.monotonic() - began
 
 
 class Round:
     """One kill."""
 
-    def __init__(self, client: ZeroMQClient, expected: dict[str, Any], counts: Counts) -> None:
-        self._client = client
-        self._expected = expected
+    def __init__(self, target: Target, counts: Counts) -> None:
+        self._target = target
         self._counts = counts
         self._killed_at: float | None = None
 
-    async def run(self, service: RunningService, delay_s: float) -> None:
+    async def run(self, delay_s: float) -> None:
+        """Ask for everything, and kill after `delay_s` seconds."""
         async with trio.open_nursery() as nursery:
-            self.ask(nursery)
+            nursery.start_soon(self.ask_all)
             await trio.sleep(delay_s)
             self._killed_at = time.monotonic()
-            kill(service.engine)
+            self._target.kill()
 
-    def ask(self, nursery: trio.Nursery) -> None:
-        """Asks for everything at once."""
-        for kind in self._expected:
-            nursery.start_soon(self._ask, kind, True)
-            nursery.start_soon(self._ask, kind, False)
+    async def ask_all(self) -> None:
+        """Ask for everything at once."""
+        async with trio.open_nursery() as nursery:
+            for kind, streams in self._target.expected:
+                nursery.start_soon(self._ask, kind, streams)
 
     async def _ask(self, kind: str, streams: bool) -> None:
-        counts = self._counts
+        counts, door, name = self._counts, self._target.door, f"{self._target.name} {kind}"
         counts.asked += 1
+        last_at: float | None = None
+
+        def on_piece() -> None:
+            nonlocal last_at
+            now, killed_at = time.monotonic(), self._killed_at
+            if last_at is not None and killed_at is not None and last_at < killed_at:
+                counts.pauses_s[self._target.name].append(now - killed_at)
+            last_at = now
+
         try:
-            result = await (self._stream(kind) if streams else self._client.generate(**KINDS[kind]))
-        except GenbatchError as error:
-            counts.errors[error.code] += 1
-            counts.wrong.append(f"{kind}: {error!r}")
+            answer = await (door.stream(kind, on_piece) if streams else door.whole(kind))
+        except (GenbatchError, Wrong, httpx2.HTTPError) as error:
+            counts.errors[getattr(error, "code", type(error).__name__)] += 1
+            counts.wrong.append(f"{name}: {error!r}")
             return
         counts.met += self._killed_at is not None
-        if essence(result) == self._expected[kind]:
+        expected = self._target.expected[kind, streams]
+        if answer == expected:
             counts.same += 1
         else:
-            counts.wrong.append(f"{kind}: {essence(result)} in the place of {self._expected[kind]}")
-
-    async def _stream(self, kind: str) -> Result:
-        tokens: dict[int, list[Token]] = {}
-        last_at: float | None = None
-        async with self._client.stream(**KINDS[kind]) as stream:
-            async for token in stream:
-                now, killed_at = time.monotonic(), self._killed_at
-                if last_at is not None and killed_at is not None and last_at < killed_at:
-                    self._counts.pauses_s.append(now - killed_at)
-                last_at = now
-                own = tokens.setdefault(token.choice, [])
-                if token.index != len(own):
-                    self._counts.wrong.append(f"{kind}: token {token.index} after {len(own)}")
-                own.append(token)
-        for number, choice in enumerate(stream.result.choices or (stream.result,)):
-            if [token.token_id for token in tokens[number]] != choice.token_ids:
-                self._counts.wrong.append(f"{kind}: the stream is not the result's")
-            if "".join(token.text for token in tokens[number]) != choice.text:
-                self._counts.wrong.append(f"{kind}: the stream's text is not the result's")
-        return stream.result
+            counts.wrong.append(f"{name}: {answer} in the place of {expected}")
 
 
-async def run(service: RunningService, kinds: Sequence[str], kills: int, seed: int) -> Counts:
+async def run(targets: Sequence[Target], kills: int, seed: int) -> Counts:
     draw, counts = random.Random(seed), Counts()
-    async with ZeroMQClient(service.address) as client:
-        expected = {kind: essence(await client.generate(**KINDS[kind])) for kind in kinds}
-        began = time.monotonic()
-        async with trio.open_nursery() as nursery:
-            Round(client, expected, counts).ask(nursery)
-        took_s = time.monotonic() - began
-        for number in range(kills):
-            await Round(client, expected, counts).run(service, draw.uniform(0.0, took_s))
-            await client.generate("Hello", max_tokens=1)  # the next engine is there
-            if (number + 1) % TOLD_EVERY == 0:
-                print(f"{number + 1}: {counts.same} of {counts.asked} the same, {len(counts.wrong)} wrong", flush=True)
-        stats = await client.stats()
-    if stats["engine_restarts"] != kills:
-        counts.wrong.append(f"{stats['engine_restarts']} restarts")
+    for target in targets:
+        await target.learn()
+    for number in range(kills):
+        target = targets[number % len(targets)]
+        await Round(target, counts).run(draw.uniform(0.0, target.took_s))
+        await target.door.whole(target.door.kinds[0])  # the next process is there
+        if (number + 1) % TOLD_EVERY == 0:
+            print(f"{number + 1}: {counts.same} of {counts.asked} the same, {len(counts.wrong)} wrong", flush=True)
     return counts
+
+
+def engine_of_this_program() -> int | None:
+    """The process id of the engine that an `open_batcher` of this process has started."""
+    for pid in children(os.getpid()):
+        parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+        if parent == f"{os.getpid()}" and "engine_process" in Path(f"/proc/{pid}/cmdline").read_text():
+            return pid
+    return None
+
+
+async def open_targets(service: RunningService, exits: AsyncExitStack, given: argparse.Namespace) -> list[Target]:
+    """Connect through every door that was asked for."""
+    adapter = given.model == "smollm2"
+
+    def kill_service() -> None:
+        kill(service.gateway if given.gateway else service.engine)
+
+    targets = []
+    for name in given.doors:
+        door: Door
+        if name == "zeromq":
+            client = await exits.enter_async_context(ZeroMQClient(service.address, timeout=PATIENCE_S))
+            door = ClientDoor(client, adapter=adapter)
+        elif name == "rpc":
+            rpc = await exits.enter_async_context(
+                RPCClient(service.address.replace("ipc", "unix") + ".rpc", timeout=PATIENCE_S)
+            )
+            door = ClientDoor(rpc, adapter=adapter)
+        elif name == "http":
+            http = httpx2.AsyncClient(base_url=given.http, timeout=None, trust_env=False)
+            door = HTTPDoor(await exits.enter_async_context(http), given.served, adapter=adapter)
+        else:
+            options: dict[str, Any] = {"n_parallel": 8, "n_ctx": 2048, "dtype": "float32", "n_gpu_layers": 0}
+            batcher = await exits.enter_async_context(
+                open_batcher(
+                    given.model,
+                    engine="process",
+                    quantize="auto",
+                    max_restarts=10**6,
+                    default_deadline_s=0.0,
+                    **options,
+                )
+            )
+            door = ClientDoor(batcher, adapter=False)
+            targets.append(Target(name, door, lambda: kill(engine_of_this_program())))
+            continue
+        targets.append(Target(name, door, kill_service))
+    return targets
 
 
 def write_adapter(directory: Path) -> Path:
@@ -177,28 +206,47 @@ def write_adapter(directory: Path) -> Path:
     return directory
 
 
+async def serve_and_kill(service: RunningService, given: argparse.Namespace) -> Counts:
+    async with AsyncExitStack() as exits:
+        async with ZeroMQClient(service.address, timeout=PATIENCE_S) as client:
+            given.served = (await client.models())[0].id
+            counts = await run(await open_targets(service, exits, given), given.kills, given.seed)
+            restarts = (await client.stats())["engine_restarts"]
+        expected = sum(given.doors[number % len(given.doors)] != "program" for number in range(given.kills))
+        if not given.gateway and restarts != expected:
+            counts.wrong.append(f"{restarts} restarts in the place of {expected}")
+        return counts
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--model", default="smollm2", help="another one than the packaged model has no adapter")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--doors", nargs="*", choices=DOORS, default=None, help="all by default")
+    parser.add_argument("--gateway", action="store_true", help="kill the gateway instead of the engine")
     given = parser.parse_args()
+    given.doors = given.doors or (DOORS[:2] if given.gateway else DOORS)
     exit_on_sigterm()  # so that the service ends, too
     flags = ["--n-parallel", "8", "--max-restarts", "1000000", "--default-deadline-s", "0", "--quantize", "auto"]
-    kinds = list(KINDS)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        given.http = f"http://127.0.0.1:{free.getsockname()[1]}"
     with tempfile.TemporaryDirectory() as place:
         if given.model == "smollm2":
             flags.append(f"--lora={ADAPTER}={write_adapter(Path(place) / 'adapter')}")
-        else:
-            kinds.remove("adapter")
+        flags += ["--rpc-bind", f"unix://{place}/zeromq.sock.rpc", "--http", given.http.removeprefix("http://")]
         with RunningService(Path(given.model), Path(place), *flags) as service:
-            counts = run_trio(lambda: run(service, kinds, given.kills, given.seed))
+            counts = run_trio(lambda: serve_and_kill(service, given))
     errors = ", ".join(f"{count} {code}" for code, count in counts.errors.items()) or "0 engine_lost"
     print(f"{given.kills} kills, {counts.asked} requests, {counts.met} of them under way at a kill")
     print(f"  {counts.same} answers the same as without a kill, {len(counts.wrong)} wrong, {errors}")
-    if pauses := sorted(counts.pauses_s):
+    for name, pauses_s in counts.pauses_s.items():
+        pauses = sorted(pauses_s)
         p50, p99 = pauses[len(pauses) // 2], pauses[min(len(pauses) - 1, 99 * len(pauses) // 100)]
-        print(f"  {len(pauses)} streams paused, from the kill to the next token: p50 {p50:.2f} s, p99 {p99:.2f} s")
+        print(
+            f"  {name}: {len(pauses)} streams paused, from the kill to the next token: p50 {p50:.2f} s, p99 {p99:.2f} s"
+        )
     for what in counts.wrong:
         print(f"  wrong: {what}")
     raise SystemExit(bool(counts.wrong or counts.same != counts.asked))
