@@ -82,10 +82,16 @@ $(CLIENTS)/.done: tests/actors/gateways/http/older_clients.txt Makefile
 	else echo "npm is missing: Claude Code, Codex, opencode, the AI SDK and Ollama's package are not tried"; fi
 	@touch $@
 
-# The engine of a running service, killed again and again: make kills KILLS=100
+# The engine of a running service, killed again and again: make kills KILLS=100. Its gateway: ARGS=--gateway
 KILLS ?= 10
 kills: $(VENV)/.test
-	$(BIN)/python -m tests.benchmarks.kills --kills $(KILLS)
+	$(BIN)/python -m tests.benchmarks.kills --kills $(KILLS) $(ARGS)
+
+# A running service, taken over by the next one again and again: make takeovers TAKEOVERS=100
+TAKEOVERS ?= 10
+.PHONY: takeovers
+takeovers: $(VENV)/.test
+	$(BIN)/python -m tests.benchmarks.takeovers --takeovers $(TAKEOVERS)
 
 # The wheel, installed where nothing else of ours is, and used from outside the checkout.
 smoke: $(VENV)/.test

@@ -395,6 +395,12 @@ class RPCGateway:
             if connection.session is not None:
                 connection.session.go_away()
 
+    def hand_over(self) -> None:
+        """End what is open after `retire`; clients continue it at the other service."""
+        for connection in self._connections:
+            if connection.session is not None:
+                connection.session.hand_over()
+
     async def _end(self, stopping: trio.Event, calls_ended: trio.Event) -> None:
         """Wait to be cancelled, then end calls, send their finals, and end connections."""
         try:

@@ -16,7 +16,7 @@ import trio
 
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.peers import Peer
-from genbatch.proto.errors import Cancelled, EngineError, GenbatchError, InvalidRequest
+from genbatch.proto.errors import Cancelled, EngineError, GenbatchError, InvalidRequest, Unavailable
 from genbatch.proto.messages import Token
 from genbatch.proto.rpc import (
     MAX_CREDIT,
@@ -39,6 +39,8 @@ from genbatch.proto.rpc import (
 MAX_WAITING = 1024
 # The most tokens of one message; a larger message would only delay them.
 MAX_TOKENS_A_MESSAGE = 256
+# The retry hint of calls that continue at another service, which listens already.
+HAND_OVER_MS = 1
 
 
 class Outbox:
@@ -288,6 +290,10 @@ class RPCSession:
         if not self._has_gone_away:
             self._has_gone_away = True
             self._post(goaway_message())
+
+    def hand_over(self) -> None:
+        """End the open calls with an error that has the client continue them at the service that has taken over."""
+        self.cancel_all(Unavailable("another service has taken over", retry_after_ms=HAND_OVER_MS))
 
     def heartbeat(self) -> None:
         """Tell the client that its calls are alive."""

@@ -181,6 +181,11 @@ class ZeroMQGateway:
         for peer in self._peers.values():
             peer.session.go_away()
 
+    def hand_over(self) -> None:
+        """End what is open after `retire`; clients continue it at the other service."""
+        for peer in self._peers.values():
+            peer.session.hand_over()
+
     async def run(self, *, task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled, then end every call with Unavailable; `started` with the address once it listens.
 

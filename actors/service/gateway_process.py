@@ -138,14 +138,19 @@ class Listeners:
     async def retire(self, timeout_s: float) -> None:
         """Leave new connections to the service that has taken over, and serve the connected clients.
 
-        The method returns when these clients have left, or after `timeout_s` seconds.
+        The method returns when these clients have left, or after `timeout_s` seconds. Then clients over ZeroMQ and
+        msgpack-RPC continue their open requests at the other service.
         """
         self._is_retiring = True
         for gateway in self._running:
             gateway.retire()
-        with trio.move_on_after(timeout_s):
+        with trio.move_on_after(timeout_s) as scope:
             while any(gateway.num_connections for gateway in self._running):  # noqa: ASYNC110 - libzmq tells nobody
                 await trio.sleep(LOOK_S)
+        if scope.cancelled_caught:
+            for door in (self._zeromq, self._rpc):
+                if door is not None:
+                    door.hand_over()
 
     @property
     def _running(self) -> list["ZeroMQGateway | RPCGateway | HTTPGateway"]:

@@ -20,6 +20,7 @@ from genbatch.actors.gateways.listening import Door, ListeningSockets
 from genbatch.actors.gateways.rpc_gateway import RPCGateway
 from genbatch.actors.gateways.zeromq_gateway import ZeroMQGateway
 from genbatch.actors.runtime.actor import start
+from genbatch.proto.drawn import DrawnTokens
 from tests.actors.gateways.scripted_batcher import PATIENCE_S, ScriptedBatcher
 from tests.waiting import a_moment
 
@@ -226,3 +227,28 @@ async def test_copies_of_sockets_keep_their_file_until_the_owner_closes(tmp_path
     assert path.exists()
     sockets.close()
     assert not path.exists()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_stream_that_outlasts_the_earlier_service_continues_at_the_later_one(tmp_path: Path, kind: str) -> None:
+    async with pair(tmp_path, kind) as two, client_at(two.address, kind) as client, trio.open_nursery() as nursery:
+        told: list[str] = []
+
+        async def read() -> None:
+            async with client.stream("hold") as stream:
+                async for token in stream:
+                    told.append(token.text)  # noqa: PERF401 - the test looks at it meanwhile
+
+        nursery.start_soon(read)
+        first = await two.earlier_batcher.arrival("hold")
+        first.emit("a")
+        while not told:
+            await a_moment()
+        two.earlier.retire()
+        assert not isinstance(two.earlier, HTTPGateway)
+        two.earlier.hand_over()
+        second = await two.later_batcher.arrival("hold")
+        assert second.message.drawn == (DrawnTokens([100]),)
+        second.emit("b")
+        second.finish()
+    assert told == ["a", "b"]
