@@ -230,14 +230,14 @@ def test_suspects_are_sent_one_at_a_time_the_likeliest_first_and_innocents_live(
 
 def test_poison_is_refused_for_a_while_and_nothing_else_is() -> None:
     accepted = AcceptedRequests(8)
-    accepted.accept(ask("p", temperature=1.0, deadline_s=9.0), 0.0)
+    accepted.accept(ask("p", temperature=1.0, deadline_s=9.0, seed=7), 0.0)  # clients draw the seed
     for now in (1.0, 2.0):
         up(accepted)
         assert len(accepted.due()) == 1
         ended = accepted.lose(now)
     assert len(ended) == 1
     with pytest.raises(EngineLost) as refused:
-        accepted.accept(ask("p", temperature=1.0, priority=3), 3.0)
+        accepted.accept(ask("p", temperature=1.0, priority=3, seed=8), 3.0)
     assert refused.value.retry_after_ms == round(1000 * (POISON_S - 1.0))
     accepted.accept(ask("p"), 3.0)
     accepted.accept(ask("p", temperature=1.0, tenant="another"), 3.0)

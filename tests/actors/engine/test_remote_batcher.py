@@ -355,7 +355,8 @@ async def test_the_other_calls_cross_and_stats_tell_of_engines(bench: Bench, moc
 def test_every_field_of_a_generate_call_is_sent_or_is_known_to_stay() -> None:
     sent = {"request", "client", "request_id", "beam_width", "drawn"}
     stays = {"on_token", "shows", "tag", "keep"}  # become `streams`; for programs that run the Batcher themselves
-    over_there = {"is_validated"}  # the engine's end sets it: this end has validated the request
+    # The engine's end sets the one: this end has validated the request. This end sets the other after a death.
+    over_there = {"is_validated", "is_admitted"}
     assert {field.name for field in fields(Generate)} == sent | stays | over_there
 
 
