@@ -134,8 +134,8 @@ class Attempts(Protocol):
 class Retry:
     """The retry policy for refused requests and for lost connections.
 
-    A refused request is retried if the service gave a `retry_after_ms`. After a lost connection a request is sent again
-    with its seed, and a stream continues after its last token. The operator's calls, such as `drain`, are not repeated.
+    A refused request is retried if the service gave a `retry_after_ms`. After a lost connection a request is sent
+    again, and a stream continues after its last token. The operator's calls, such as `drain`, are not repeated.
 
     Args:
         max_attempts: number of attempts without a new token; 1 passes every refusal and every loss to the caller.

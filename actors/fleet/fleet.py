@@ -339,7 +339,8 @@ class Fleet:
         expires_at = math.inf if request.deadline_s is None else now + request.deadline_s
         account = charged_account(message.client, request.tenant)
         payer = account_in_fleet(self.name, account)
-        request = replayable(request)
+        if message.on_token is not None:  # a whole answer that was lost was not shown
+            request = replayable(request)
         shown = ShownTokens(request, message.drawn)
         num_tries = num_losses = 0  # tries since the last new token
         while True:

@@ -145,6 +145,7 @@ class FleetWorld:
     """
 
     gateways_die = True
+    deaths_to_lose = 2
     is_draining = False
 
     def __init__(
