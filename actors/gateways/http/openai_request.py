@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -201,16 +201,19 @@ def _for_template(fields: ChatFields, reader: Fields, names: dict[str, str]) -> 
     """What the chat template is told beside the messages; `names` gets the caller's names of the tools."""
     params: dict[str, Any] = {}
     offered: list[dict[str, Any]] = []
+    allowed = allowed_tools(fields.tool_choice)
     for index, tool in enumerate(fields.tools or ()):
         if is_run_by_client(tool, f"tools[{index}]", reader):
-            names[f"tools[{len(offered)}]"] = f"tools[{index}].{tool.get('type')}"
-            offered.append(_tool(tool, f"tools[{index}]", reader))
+            made = _tool(tool, f"tools[{index}]", reader)
+            if allowed is None or made.get("name") in allowed.names:
+                names[f"tools[{len(offered)}]"] = f"tools[{index}].{tool.get('type')}"
+                offered.append(made)
     if offered:
         params["tools"] = offered
         if fields.parallel_tool_calls is not None:
             params["parallel_tool_calls"] = fields.parallel_tool_calls
     if fields.tool_choice is not None:
-        params["tool_choice"] = _choice(fields.tool_choice)
+        params["tool_choice"] = _choice(fields.tool_choice) if allowed is None else allowed.mode
     goes_on = bool(fields.continue_final_message)
     if goes_on:
         params["continue_final_message"] = True
@@ -231,6 +234,33 @@ def is_run_by_client(
         reader.ignore(f"{path}.{kind}")
         return False
     return True
+
+
+class AllowedTools(NamedTuple):
+    """The tools to which a choice of the type "allowed_tools" narrows those that are offered."""
+
+    mode: str
+    names: frozenset[str]
+
+
+def allowed_tools(choice: object) -> AllowedTools | None:
+    """What a choice allows, as chats and responses write it; None where it is of another type.
+
+    Raises:
+        InvalidRequest: its mode or its tools are missing.
+    """
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return None
+    path, inner = "tool_choice", choice
+    if isinstance(choice.get("allowed_tools"), dict):
+        path, inner = "tool_choice.allowed_tools", choice["allowed_tools"]
+    if inner.get("mode") not in ("auto", "required"):
+        raise InvalidRequest(f"{path}.mode", 'must be "auto" or "required"')
+    tools = inner.get("tools")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise InvalidRequest(f"{path}.tools", "must be a list of tools")
+    named = [tool.get(str(tool.get("type")), tool) for tool in tools]
+    return AllowedTools(inner["mode"], frozenset(str(one.get("name")) for one in named if isinstance(one, dict)))
 
 
 def _tool(tool: dict[str, Any], path: str, reader: Fields) -> dict[str, Any]:

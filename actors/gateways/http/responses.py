@@ -21,6 +21,9 @@ from genbatch.actors.gateways.http.openai_request import (
     CUSTOM_FIELDS,
     ROLES,
     TOOL_FIELDS,
+    AllowedTools,
+    StreamExtras,
+    allowed_tools,
     is_run_by_client,
 )
 from genbatch.actors.gateways.http.thinking import ReasoningFields, ThinkingParams
@@ -68,6 +71,10 @@ class ResponseFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     text: TextFields | None = None
     reasoning: ReasoningFields | None = None
     truncation: str | None = None
+    stream_options: StreamExtras | None = None
+    # Published, and refused where they ask for something.
+    top_logprobs: int | None = None
+    prompt: dict[str, Any] | None = None
     background: bool | None = None
     seed: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -135,7 +142,8 @@ def read_response(
     names |= {f"messages[{len(system) + turn}]": "previous_response_id" for turn in range(len(before))}
     if isinstance(fields.input, str):
         names[f"messages[{len(system) + len(before)}].content"] = "input"
-    offered, namespaces, custom = _read_tools(fields.tools or [], names, reader)
+    allowed = allowed_tools(fields.tool_choice)
+    offered, namespaces, custom = _read_tools(fields.tools or [], names, reader, allowed)
     asked = [*before, *read_items(items, names, len(system) + len(before), reader, namespaces)]
     params: dict[str, Any] = {"messages": [*system, *asked], "reasoning": True}
     params |= set_fields(fields, ("temperature", "top_p", "seed", "deadline_s"))
@@ -149,7 +157,7 @@ def read_response(
         if fields.parallel_tool_calls is not None:
             params["parallel_tool_calls"] = fields.parallel_tool_calls
     if fields.tool_choice is not None:
-        choice = fields.tool_choice
+        choice = fields.tool_choice if allowed is None else allowed.mode
         params["tool_choice"] = choice if isinstance(choice, str) else _read_choice(choice, reader)
     if fields.text is not None and fields.text.format is not None:
         shape: dict[str, Any] = {"type": fields.text.format.type}
@@ -173,8 +181,15 @@ def read_response(
 def _refuse(fields: ResponseFields) -> None:
     if fields.background:
         raise InvalidRequest("background", "responses are answered while their client waits")
-    if "message.output_text.logprobs" in (fields.include or ()):
-        raise InvalidRequest("include", "log-probs are told by /v1/chat/completions")
+    if fields.prompt is not None:
+        raise InvalidRequest("prompt", "prompts are not stored: send their text as instructions and input")
+    wants_logprobs = {
+        "include": "message.output_text.logprobs" in (fields.include or ()),
+        "top_logprobs": fields.top_logprobs,
+    }
+    for name, is_wanted in wants_logprobs.items():
+        if is_wanted:
+            raise InvalidRequest(name, "log-probs are told by /v1/chat/completions")
 
 
 def _read_choice(choice: dict[str, Any], reader: Fields) -> dict[str, Any]:
@@ -201,7 +216,7 @@ Namespaces = dict[str, tuple[str, str]]
 
 
 def _read_tools(
-    tools: list[dict[str, Any]], names: dict[str, str], reader: Fields
+    tools: list[dict[str, Any]], names: dict[str, str], reader: Fields, allowed: AllowedTools | None
 ) -> tuple[list[dict[str, Any]], Namespaces, frozenset[str]]:
     """The functions among the tools, which of them are in a namespace, and the names of those that are custom tools.
 
@@ -225,7 +240,8 @@ def _read_tools(
     custom: set[str] = set()
     same = Counter(str(function.get("name")) for _, function, _ in found)
     for namespace, function, path in found:
-        if not is_run_by_client(function, path, reader):
+        is_allowed = allowed is None or function.get("name") in allowed.names
+        if not is_run_by_client(function, path, reader) or not is_allowed:
             continue
         made = _read_tool(function, path, reader)
         if namespace:

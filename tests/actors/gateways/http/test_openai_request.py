@@ -217,6 +217,24 @@ def test_an_effort_that_no_api_has_is_named_and_two_budgets_are_refused() -> Non
     assert caught.value.field == "thinking_budget" and "thinking_token_budget" in str(caught.value)
 
 
+def test_allowed_tools_narrow_what_is_offered_in_chats_and_responses() -> None:
+    functions = [{"name": name, "parameters": {"type": "object"}} for name in ("a", "b", "c")]
+    chat = CHAT | {"tools": [{"type": "function", "function": function} for function in functions]}
+    named = [{"type": "function", "function": {"name": name}} for name in ("a", "c")]
+    nested = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": named}}
+    asked = read_chat(chat | {"tool_choice": nested})
+    assert [tool.name for tool in asked.requests[0].tools] == ["a", "c"] and asked.requests[0].tool_choice == "required"
+    assert asked.names["tools[1]"] == "tools[2].function"
+    given = INPUT | {"tools": [{"type": "function", **function} for function in functions]}
+    flat = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "b"}, {"type": "mcp"}]}
+    (request,) = read_input(given | {"tool_choice": flat}).requests
+    assert [tool.name for tool in request.tools] == ["b"] and request.tool_choice == "auto"
+    for wrong, field in (({"mode": "some", "tools": []}, "tool_choice.mode"), ({"mode": "auto"}, "tool_choice.tools")):
+        with pytest.raises(InvalidRequest) as caught:
+            read_chat(chat | {"tool_choice": {"type": "allowed_tools", **wrong}})
+        assert caught.value.field == field
+
+
 def test_vllms_further_fields_do_what_they_say_or_are_named() -> None:
     (request,) = read_chat({"messages": [USER], "guided_choice": ["a.b", "c|d"], "no_stop_trim": True}).requests
     assert request.regex == r"(a\.b)|(c\|d)" and request.keep_stop is True
