@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from genbatch.nif.models.architecture import NONE, SHARED, WHOLE, Architecture, ExpertNames, Tensors
-from genbatch.nif.models.dense_families import ernie, gemma4, llama, qwen3
+from genbatch.nif.models.dense_families import ernie, gemma4, granite, llama, qwen3
 
 
 def _qwen3_moe(config: Any) -> Architecture:
@@ -111,6 +111,30 @@ def _gemma4(config: Any) -> Architecture:
     return replace(gemma4(config), experts=experts)
 
 
+def granite_moe(config: Any) -> Architecture:
+    """Granite with experts, and with a shared one in some models."""
+    shared_size = getattr(config, "shared_intermediate_size", 0)
+    names = Tensors(
+        gate_up=("shared_mlp.input_linear",),
+        down="shared_mlp.output_linear",
+        in_files=(
+            ("moe.experts.gate_up_proj", "moe.input_linear.weight"),
+            ("moe.experts.down_proj", "moe.output_linear.weight"),
+            ("moe.router.weight", "moe.router.layer.weight"),
+        ),
+    )
+    experts = ExpertNames(
+        config.num_local_experts,
+        config.num_experts_per_tok,
+        config.intermediate_size,
+        router="block_sparse_moe.router",
+        whole=("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"),
+        shared=(*names.gate_up, names.down) if shared_size else (),
+        shared_intermediate=shared_size,
+    )
+    return replace(granite(config), tensors=names, experts=experts if config.num_local_experts else None)
+
+
 def _gpt_oss(config: Any) -> Architecture:
     experts = ExpertNames(
         config.num_local_experts,
@@ -134,6 +158,8 @@ EXPERT_FAMILIES: dict[str, Callable[[Any], Architecture]] = {
     "MixtralForCausalLM": _mixtral,
     "GptOssForCausalLM": _gpt_oss,
     "Gemma4ForCausalLM": _gemma4,
+    "GraniteMoeForCausalLM": granite_moe,
+    "GraniteMoeSharedForCausalLM": granite_moe,
     "Qwen2MoeForCausalLM": qwen2_moe,
     "OlmoeForCausalLM": _olmoe,
     "Glm4MoeForCausalLM": _glm4_moe,

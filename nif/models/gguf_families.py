@@ -305,6 +305,8 @@ FAMILIES = {
         },
         fixed={"norm_topk_prob": True},  # llama.cpp always does
     ),
+    "qwen3vl": GgufFamily(_LAYER_NAMES, kind="qwen3", settings=_SETTINGS),
+    "arcee": GgufFamily(_LAYER_NAMES, rotates_pairs=True, settings=_SETTINGS, present=_BIASES),
     "qwen2moe": GgufFamily(
         _SHARED_EXPERT_NAMES,
         kind="qwen2_moe",

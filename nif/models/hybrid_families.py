@@ -16,8 +16,8 @@ from genbatch.nif.models.architecture import (
     Tensors,
     head_dim_of,
 )
-from genbatch.nif.models.dense_families import granite, llama, qwen3
-from genbatch.nif.models.expert_families import parts_of, qwen2_moe
+from genbatch.nif.models.dense_families import llama, qwen3
+from genbatch.nif.models.expert_families import granite_moe, parts_of, qwen2_moe
 
 
 def _lfm2(config: Any) -> Architecture:
@@ -149,30 +149,10 @@ def _bamba(config: Any) -> Architecture:
 
 
 def _granite_hybrid(config: Any) -> Architecture:
-    names = Tensors(
-        gate_up=("shared_mlp.input_linear",),
-        down="shared_mlp.output_linear",
-        in_files=(
-            ("moe.experts.gate_up_proj", "moe.input_linear.weight"),
-            ("moe.experts.down_proj", "moe.output_linear.weight"),
-            ("moe.router.weight", "moe.router.layer.weight"),
-        ),
-    )
-    experts = ExpertNames(
-        config.num_local_experts,
-        config.num_experts_per_tok,
-        config.intermediate_size,
-        router="block_sparse_moe.router",
-        whole=("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"),
-        shared=(*names.gate_up, names.down),
-        shared_intermediate=config.shared_intermediate_size,
-    )
     rotates = config.position_embedding_type == "rope"
     return replace(
-        granite(config),
-        tensors=names,
+        granite_moe(config),
         no_rope=frozenset() if rotates else frozenset(range(config.num_hidden_layers)),
-        experts=experts if config.num_local_experts else None,
         recurrence=_mamba2(config),
     )
 

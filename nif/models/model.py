@@ -263,9 +263,10 @@ class _Directory:
         if getattr(config, "quantization_config", None) is not None:
             del config.quantization_config  # the weights are read here; transformers would ask for other packages
         self._whole = config
-        self.is_part = _has_text_model(config)
-        if self.is_part:
-            self.config = config = config.get_text_config(decoder=True)
+        text = _text_model(config)
+        self.is_part = text is not None
+        if text is not None:
+            self.config = config = text
             config.tie_word_embeddings = "lm_head.weight" not in self.weights().names()
         self.is_encoder = is_encoder(config)
         if self.is_encoder and self.quantisation is not None:
@@ -493,13 +494,23 @@ def _encoder(
 _TEXT_IN_TORCH = ("Gemma3nForCausalLM",)
 
 
-def _has_text_model(config: Any) -> bool:
-    """Whether the configuration's model also reads pictures and has a text model that is known to run alone."""
+# Text models that transformers has only inside others, and the kinds of those that compute the same of text alone.
+_SAME_AS = {"qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe"}
+_OF_PICTURES = ("mrope_section", "mrope_interleaved")  # text has one position in all three directions
+
+
+def _text_model(config: Any) -> Any:
+    """Return the text model's configuration if the model also reads pictures and its text model can run alone."""
     text: Any = config.get_text_config(decoder=True)
+    if text is config or config.is_encoder_decoder:
+        return None
+    if (same := _SAME_AS.get(text.model_type)) is not None:
+        fields = {name: value for name, value in text.to_dict().items() if name not in ("model_type", "architectures")}
+        rope = {name: value for name, value in (text.rope_parameters or {}).items() if name not in _OF_PICTURES}
+        text = AutoConfig.for_model(same, **{**fields, "rope_parameters": rope})
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
-    if text is config or config.is_encoder_decoder or kind is None:
-        return False
-    return described(kind) or kind.__name__ in _TEXT_IN_TORCH
+    known = kind is not None and (described(kind) or kind.__name__ in _TEXT_IN_TORCH)
+    return text if known else None
 
 
 def _supported_class(source: str, config: PreTrainedConfig) -> Any:

@@ -181,7 +181,7 @@ def check_supported(model: "Model") -> Architecture:
         raise NativeUnavailable(
             f"rotary embeddings of the types {', '.join(kinds)}; they must not change with the length"
         )
-    if getattr(config, "use_bidirectional_attention", False):
+    if getattr(config, "use_bidirectional_attention", False) in (True, "all"):  # "vision": only those of pictures do
         raise NativeUnavailable("its tokens attend to later ones")
     for name, module in model.hf.named_modules() if model.shape is None else ():
         if isinstance(module, torch.nn.Linear) and type(module) is not torch.nn.Linear:

@@ -35,6 +35,8 @@ ARCH = {
     "smollm3": gguf.MODEL_ARCH.SMOLLM3,
     "glm4": gguf.MODEL_ARCH.GLM4,
     "starcoder2": gguf.MODEL_ARCH.STARCODER2,
+    "arcee": gguf.MODEL_ARCH.ARCEE,
+    "qwen3": gguf.MODEL_ARCH.QWEN3VL,
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
     "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
     "gemma": gguf.MODEL_ARCH.GEMMA,

@@ -1,6 +1,7 @@
 """Text models inside checkpoints that also read pictures: token for token what transformers generates from text."""
 
 import logging
+import re
 from contextlib import closing
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +20,8 @@ from transformers import (
     Gemma4ForConditionalGeneration,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
 )
 
 from genbatch.nif.context.engine import load_engine
@@ -84,6 +87,17 @@ NEW = 12
 
 
 MODELS |= GEMMA4
+MODELS["qwen3 vl"] = lambda: Qwen3VLForConditionalGeneration(
+    Qwen3VLConfig(
+        text_config={
+            **TEXT, "rope_parameters": {"rope_type": "default", "mrope_section": [8, 4, 4], "rope_theta": 5e5},
+        },
+        vision_config={
+            "hidden_size": 32, "intermediate_size": 48, "depth": 2, "num_heads": 2, "out_hidden_size": 64,
+            "patch_size": 14, "deepstack_visual_indexes": [0], "num_position_embeddings": 16,
+        },
+    )
+)  # fmt: skip
 
 
 @pytest.fixture(params=MODELS)
@@ -134,11 +148,13 @@ def test_the_text_model_of_gemma_3n_runs_in_torch(
 
 def check_text(directory: Path, hf: Any, runner: str, caplog: pytest.LogCaptureFixture) -> None:
     prompt = torch.randint(3, 320, (40,), generator=torch.Generator().manual_seed(1)).tolist()
-    answer = hf.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+    # transformers 5.24 gives a Qwen3-VL other positions with a cache than without one.
+    settings = {"do_sample": False, "pad_token_id": 0, "use_cache": not isinstance(hf, Qwen3VLForConditionalGeneration)}
+    answer = hf.generate(torch.tensor([prompt]), max_new_tokens=NEW, **settings)
     options = EngineOptions(model_path=str(directory), n_gpu_layers=0, runner=runner, dtype="float32", n_ctx=1024)
     with caplog.at_level(logging.INFO, "genbatch"):
         engine = load_engine(options)
-    assert "vision_tower" in caplog.text and "left out" in caplog.text
+    assert re.search("left out.*(vision_tower|visual)", caplog.text)
     got: list[int] = []
     with closing(engine.open_context(n_parallel=1, n_held=0, n_batch=64)) as context:
         while len(got) < NEW:

@@ -41,8 +41,12 @@ from transformers import (
     GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
+    GraniteMoeSharedConfig,
+    GraniteMoeSharedForCausalLM,
     HeliumConfig,
     HeliumForCausalLM,
     Lfm2Config,
@@ -140,6 +144,14 @@ def _mambas(heads: int, groups: int, state: int) -> dict[str, Any]:
         "mamba_d_state": state,
         "mamba_chunk_size": 8,
     }
+
+
+_GRANITE: dict[str, Any] = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.7,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 1.5,
+}
 
 
 def _unsized(sizes: dict[str, Any]) -> dict[str, Any]:
@@ -406,6 +418,20 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
             num_experts=6,
             top_k_experts=2,
             moe_intermediate_size=40,
+        ),
+    ),
+    "granite_moe": (
+        GraniteMoeForCausalLM,
+        lambda: GraniteMoeConfig(**_sizes(64, 40, 4, 2, 16), **_GRANITE, num_local_experts=6, num_experts_per_tok=2),
+    ),
+    "granite_moe_shared": (
+        GraniteMoeSharedForCausalLM,
+        lambda: GraniteMoeSharedConfig(
+            **_sizes(64, 40, 4, 2, 16),
+            **_GRANITE,
+            num_local_experts=6,
+            num_experts_per_tok=2,
+            shared_intermediate_size=80,
         ),
     ),
     "qwen2_moe": (

@@ -23,6 +23,7 @@ NAMES = [
     "qwen2_moe", "olmoe", "glm4_moe", "ernie", "ernie_moe", "olmo3", "ministral", "ministral3",
     "seed_oss", "cwm", "helium", "arcee", "exaone4", "cohere2", "qwen3_5", "qwen3_5_moe", "qwen3_next",
     "bamba", "granite_hybrid", "granite_hybrid_dense", "gemma4", "gemma4_unified", "gemma4_experts",
+    "granite_moe", "granite_moe_shared",
 ]  # fmt: skip
 MODES = ("float32", "bfloat16", "int8")
 # Median error of a row of logits: a near tie between two experts may send one row another way.
@@ -187,6 +188,7 @@ FROM_FILES = [
     "qwen3_5_moe",
     "qwen3_next",
     "granite_hybrid",
+    "granite_moe_shared",
 ]
 
 
