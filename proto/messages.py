@@ -318,7 +318,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         tool_calls: the calls that the model asks for.
         stop_string: the one of `stop` that ended the output, if one did.
         reasoning_tokens: tokens until the thinking ended, where that is told apart; among those of `usage`.
-        choices: all answers when `n` > 1, of which the first is also above; otherwise empty.
+        several: all answers when `n` > 1, of which the first is also above; otherwise empty, so that no text travels
+            twice (ADR 72). Its name on the wire is `choices`.
     """
 
     text: str
@@ -331,7 +332,12 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tool_calls: tuple[ToolCall, ...] = ()
     stop_string: str | None = None
     reasoning_tokens: int = 0
-    choices: tuple[Choice, ...] = ()
+    several: tuple[Choice, ...] = msgspec.field(default=(), name="choices")
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """All answers, at least one."""
+        return self.several or (Choice(**{name: getattr(self, name) for name in Choice.__struct_fields__}),)
 
 
 def check_type(value: object, wanted: Any) -> Any:

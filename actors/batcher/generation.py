@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
 
+import msgspec
 import torch
 
 from genbatch.actors.batcher.beam_search import BeamSearch
@@ -65,23 +66,16 @@ class GenerationRequest(Request):
 
     def response(self) -> Result:
         choices = tuple(self.choices[index] for index in sorted(self.choices))
-        first = choices[0]
+        usage = Usage(
+            prompt_tokens=len(self.prompt_tokens),
+            completion_tokens=sum(len(choice.token_ids) for choice in choices),
+            cached_tokens=self.cached_tokens,
+        )
         return Result(
-            text=first.text,
-            token_ids=first.token_ids,
-            finish_reason=first.finish_reason,
-            usage=Usage(
-                prompt_tokens=len(self.prompt_tokens),
-                completion_tokens=sum(len(choice.token_ids) for choice in choices),
-                cached_tokens=self.cached_tokens,
-            ),
-            logprobs=first.logprobs,
-            reasoning=first.reasoning,
-            tool_calls=first.tool_calls,
-            stop_string=first.stop_string,
-            reasoning_tokens=first.reasoning_tokens,
+            **msgspec.structs.asdict(choices[0]),
+            usage=usage,
             prompt_logprobs=self.prompt_logprobs,
-            choices=choices if len(choices) > 1 else (),
+            several=choices if len(choices) > 1 else (),
         )
 
     def refusal(self, fault: SampleFault) -> GenbatchError:

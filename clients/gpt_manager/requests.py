@@ -47,7 +47,7 @@ from genbatch.nif.runner import LayerGroup
 from genbatch.nif.sampling.draw import FILE_SAMPLING, SamplingParams
 from genbatch.proto.codec import REQUEST_LIMITS, DecodeLimits, decode, encode
 from genbatch.proto.errors import InvalidRequest, MalformedMessage, PromptTooLong
-from genbatch.proto.messages import Choice, GenerateRequest, Result, Token
+from genbatch.proto.messages import GenerateRequest, Result, Token
 
 TrtGptModelType = BatchingType
 
@@ -550,14 +550,12 @@ def whole_response(request: GptRequest, engine: GptEngine) -> ResponseTensors:
     """Everything a request produced."""
     result = request.result
     assert result is not None and request.message.keep is not None
-    first = Choice(text="", token_ids=result.token_ids, finish_reason=result.finish_reason, logprobs=result.logprobs)
-    choices = result.choices or (first,)
     width, prompt = request.message.beam_width, request.prompt
-    length = max(len(choice.token_ids) for choice in choices)
+    length = max(len(choice.token_ids) for choice in result.choices)
     ids = np.full((1, width, engine.max_seq_len), request.pad_id, np.int32)
     ids[:, :, : len(prompt)] = prompt
     log_probs = np.zeros((1, width, length), np.float32)
-    for beam, choice in enumerate(choices):
+    for beam, choice in enumerate(result.choices):
         count = len(choice.token_ids)
         ids[0, beam, len(prompt) : len(prompt) + count] = choice.token_ids
         log_probs[0, beam, :count] = [score.logprob for score in choice.logprobs or ()]

@@ -187,7 +187,7 @@ def test_a_result_survives_the_wire_with_everything_in_it() -> None:
         usage=Usage(prompt_tokens=2, completion_tokens=2, cached_tokens=1),
         logprobs=logprobs,
         prompt_logprobs=[None, *logprobs],
-        choices=choices,
+        several=choices,
     )
     assert to_answer(decode(encode(result), REQUEST_LIMITS), Result) == result
 

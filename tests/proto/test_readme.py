@@ -56,7 +56,7 @@ STRUCTS = (
 def test_every_code_parameter_and_key_is_on_the_page() -> None:
     fields = msgspec.structs.fields(GenerateRequest) + msgspec.structs.fields(Result)
     fields += msgspec.structs.fields(StreamOptions)
-    for name in [*CLASSES, *(field.name for field in fields), *METHODS]:
+    for name in [*CLASSES, *(field.encode_name for field in fields), *METHODS]:
         assert f"`{name}`" in README, name
     for struct in STRUCTS:
         for field in msgspec.structs.fields(struct):

@@ -132,8 +132,8 @@ class Crowd:
                 assert isinstance(answer, GenbatchError), f"refused alone with {expected!r}, answered in the crowd"
                 continue
             assert not isinstance(answer, GenbatchError), f"fits alone, in the crowd {answer!r}: {asked}"
-            texts = [(one.token_ids, one.text, one.finish_reason) for one in answer.choices or (answer,)]
-            should = [(one.token_ids, one.text, one.finish_reason) for one in expected.choices or (expected,)]
+            texts = [(one.token_ids, one.text, one.finish_reason) for one in answer.choices]
+            should = [(one.token_ids, one.text, one.finish_reason) for one in expected.choices]
             assert texts == should, f"alone {should}, in the crowd {texts}: {asked}"
 
     def _may_be_refused(self, asked: Asked) -> bool:

@@ -369,9 +369,8 @@ def _finished(result: Result) -> Result:
         DeadlineExceeded, EngineError: the service ended the request early.
     """
     if result.usage.completion_tokens:
-        choices = tuple(map(_cut, result.choices))
-        result = msgspec.structs.replace(_cut(result), choices=choices)
-    reasons = {result.finish_reason, *(choice.finish_reason for choice in result.choices)}
+        result = msgspec.structs.replace(_cut(result), several=tuple(map(_cut, result.several)))
+    reasons = {choice.finish_reason for choice in result.choices}
     if "cancelled" in reasons:
         raise Unavailable("the service ended the request before it was done", retry_after_ms=RETRY_AFTER_DRAIN_MS)
     if "deadline" in reasons:

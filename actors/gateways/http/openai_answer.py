@@ -125,7 +125,7 @@ class OpenAIAnswer:
         """The answer at once; `results` are those of `request.requests`."""
         choices: list[dict[str, Any]] = []
         for result, request in zip(results, self._request.requests, strict=True):
-            for choice in _choices(result):
+            for choice in result.choices:
                 choices.append(await self._choice(len(choices), choice, result, request))
         return {
             "id": self.id,
@@ -222,7 +222,7 @@ class OpenAIAnswer:
         parts = []
         index = 0
         for result in results:
-            for choice in _choices(result):
+            for choice in result.choices:
                 # A prompt that is repeated stands in front of the first token, if there is one.
                 text = choice.text if self._request.echo and not choice.token_ids else ""
                 body = b'"delta":{}' if self._is_chat else b'"text":' + to_json(text)
@@ -277,25 +277,10 @@ def _call(call: ToolCall, is_custom: bool) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def _choices(result: Result) -> Sequence[Choice]:
-    if result.choices:
-        return result.choices
-    only = Choice(
-        text=result.text,
-        token_ids=result.token_ids,
-        finish_reason=result.finish_reason,
-        logprobs=result.logprobs,
-        reasoning=result.reasoning,
-        tool_calls=result.tool_calls,
-        reasoning_tokens=result.reasoning_tokens,
-    )
-    return (only,)
-
-
 def _usage(results: Sequence[Result]) -> dict[str, Any]:
     """What all prompts together took."""
     usages: list[Usage] = [result.usage for result in results]
-    thinking = sum(choice.reasoning_tokens for result in results for choice in _choices(result))
+    thinking = sum(choice.reasoning_tokens for result in results for choice in result.choices)
     prompt, completion = sum(usage.prompt_tokens for usage in usages), sum(usage.completion_tokens for usage in usages)
     return {
         "prompt_tokens": prompt,

@@ -61,7 +61,7 @@ async def batcher(
 
 
 def outputs(result: Result) -> list[list[int]]:
-    return [choice.token_ids for choice in result.choices] or [result.token_ids]
+    return [choice.token_ids for choice in result.choices]
 
 
 @pytest.mark.trio

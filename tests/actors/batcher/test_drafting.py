@@ -388,7 +388,7 @@ def tell(requests: list[dict[str, Any]], answers: Answers) -> None:
     Guessing.told = [
         [*asked["token_ids"], *choice.token_ids]
         for asked, answer in zip(requests, answers[0], strict=True)
-        for choice in answer.choices or (answer,)
+        for choice in answer.choices
     ]
 
 

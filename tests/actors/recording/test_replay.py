@@ -139,7 +139,7 @@ class Load:
                 except DeadlineExceeded as error:
                     self.num_waited += "no slot was free" in str(error)
                     raise
-                num_most = max(len(choice.token_ids) for choice in (result.choices or (result,)))
+                num_most = max(len(choice.token_ids) for choice in result.choices)
                 self.num_cut += result.finish_reason == "length" and num_most < (asked.request.max_tokens or 0)
 
     def _generate(self, rng: random.Random) -> Generate:

@@ -505,17 +505,17 @@ def test_an_answer_that_the_service_cut_short_is_an_error(reason: Any, error: ty
     usage = Usage(prompt_tokens=1, completion_tokens=1)
     whole = Choice(text="a", token_ids=[1], finish_reason="stop")
     cut = Choice(text="a", token_ids=[1], finish_reason=reason)
-    result = Result(text="a", token_ids=[1], finish_reason="stop", usage=usage, choices=(whole, cut))
+    result = Result(text="a", token_ids=[1], finish_reason="stop", usage=usage, several=(whole, cut))
     with pytest.raises(error):
         generating._finished(result)
-    assert generating._finished(msgspec.structs.replace(result, choices=(whole, whole)))
+    assert generating._finished(msgspec.structs.replace(result, several=(whole, whole)))
 
 
 def test_an_answer_that_a_drain_cut_has_its_text_and_ends_as_its_length_does() -> None:
     usage = Usage(prompt_tokens=1, completion_tokens=1)
     whole = Choice(text="a", token_ids=[1], finish_reason="stop")
     cut = Choice(text="a", token_ids=[1], finish_reason="cancelled")
-    result = Result(text="a", token_ids=[1], finish_reason="cancelled", usage=usage, choices=(cut, whole))
+    result = Result(text="a", token_ids=[1], finish_reason="cancelled", usage=usage, several=(cut, whole))
     finished = generating._finished(result)
     assert (finished.text, finished.finish_reason) == ("a", "length")
     assert [choice.finish_reason for choice in finished.choices] == ["length", "stop"]
