@@ -341,9 +341,9 @@ class RPCCalls:
             case TokenReceived(msgid, token) if msgid in self._results:
                 self._results[msgid].push(token)
             case TokensReceived(tokens):
-                for received in tokens:
-                    if received.msgid in self._results:
-                        self._results[received.msgid].push(received.token)
+                for msgid, token in tokens:
+                    if msgid in self._results:
+                        self._results[msgid].push(token)
             case CallAnswered(msgid, value) if msgid in self._results:
                 result, method = self._take(msgid)
                 try:

@@ -12,12 +12,11 @@ import math
 import secrets
 from array import array
 from collections.abc import Sequence
-from typing import Protocol
 
 import msgspec
 
 from genbatch.proto.errors import InvalidRequest, Unavailable
-from genbatch.proto.messages import GenerateRequest, Token, ToolCallDelta
+from genbatch.proto.messages import GenerateRequest, Token
 from genbatch.proto.validation import MAX_SEED
 
 
@@ -33,19 +32,6 @@ class DrawnTokens(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     token_ids: list[int]
     logprobs: list[tuple[float, dict[int, float]]] = []
     call_ids: list[str] = []
-
-
-class ShownToken(Protocol):
-    """A token of a stream: the wire's or the engine link's."""
-
-    @property
-    def token_id(self) -> int: ...
-    @property
-    def logprob(self) -> float | None: ...
-    @property
-    def top(self) -> dict[int, float]: ...
-    @property
-    def tool_calls(self) -> tuple[ToolCallDelta, ...]: ...
 
 
 class TokenRecord:
@@ -68,7 +54,7 @@ class TokenRecord:
     def __len__(self) -> int:
         return len(self._token_ids)
 
-    def add(self, token: ShownToken) -> None:
+    def add(self, token: Token) -> None:
         """Keep the next token; a scored record needs its log-prob."""
         if self.scored:
             assert token.logprob is not None, "a token without a log-prob"

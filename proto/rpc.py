@@ -5,19 +5,29 @@
     notification  [2, name, params]                       to the client: token, tokens, heartbeat, goaway
                                                           to the service: cancel, credit, heartbeat
 
-`ServerConnection` and `ClientConnection` are the two ends. Whoever owns a socket hands each received message to
-`receive` and sends the bytes that the other methods return. Where each call of a connection is says one table for both
-ends, so that neither can be in a state the other cannot.
+`ServerConnection` and `ClientConnection` are the two ends. The owner of a socket hands each received message to
+`receive` and sends the bytes that the other methods return. One table has the phases of a call for both ends, so that
+the ends agree. The link between a gateway and its engine speaks this protocol, too (`actors/engine/link.py`), without
+limits, since these processes trust each other.
 """
 
 import enum
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
-from genbatch.proto.codec import REQUEST_LIMITS, RESPONSE_LIMITS, decode, encode, read_head, read_type, why_unsendable
+from genbatch.proto.codec import (
+    REQUEST_LIMITS,
+    RESPONSE_LIMITS,
+    DecodeLimits,
+    decode,
+    encode,
+    read_head,
+    read_type,
+    why_unsendable,
+)
 from genbatch.proto.drawn import DrawnTokens
 from genbatch.proto.errors import (
     ErrorInfo,
@@ -28,7 +38,7 @@ from genbatch.proto.errors import (
     QueueFull,
     from_wire,
 )
-from genbatch.proto.messages import Token, check_type
+from genbatch.proto.messages import Token, ToolCallDelta, check_type
 
 # Grows when a client of the last version cannot go on. New methods, options, keys and notifications do not change it:
 # `hello` names the methods and options, and both ends pass over keys and notifications that they do not know.
@@ -39,7 +49,27 @@ MAX_MSGID = 2**64 - 1
 MAX_CREDIT = 2**31 - 1
 
 # [msgid, index, token_id, text] and, if there is more to say, a map.
-TokenArray = list[object]
+TokenArray = list[Any]
+
+
+class TokenExtra(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The map in a token's array: the other fields of `Token`."""
+
+    logprob: float | None = None
+    choice: int = 0
+    top: dict[int, float] = {}
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+
+
+class TokenRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """A token's array, as it is received."""
+
+    msgid: int
+    index: int
+    token_id: Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+    text: str
+    extra: TokenExtra | None = None
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -121,9 +151,17 @@ class TokenReceived:
 
 @dataclass(frozen=True, slots=True)
 class TokensReceived:
-    """Several tokens that came in one message, possibly of several calls."""
+    """Several tokens that came in one message, possibly of several calls: each with its call's msgid."""
 
-    tokens: list[TokenReceived]
+    tokens: list[tuple[int, Token]]
+
+
+@dataclass(frozen=True, slots=True)
+class Notified:
+    """A notification that this file does not read."""
+
+    name: str
+    params: list[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +222,10 @@ _TRANSITIONS: dict[tuple[CallPhase | None, CallEvent], CallPhase | None] = {
 }
 
 
+# Python 3.11 takes a third of a microsecond to look up a member.
+_STREAMING, _CANCELLED, _TOKEN = CallPhase.STREAMING, CallPhase.CANCELLED, CallEvent.TOKEN
+
+
 class IllegalEvent(Exception):
     """The event cannot happen to a call in its phase; nothing changed."""
 
@@ -221,6 +263,8 @@ class CallPhases:
             IllegalEvent: it cannot happen now.
         """
         before = self._phases.get(msgid)
+        if before is _STREAMING and event is _TOKEN:  # the one event that happens often
+            return before
         if (before, event) not in _TRANSITIONS:
             raise IllegalEvent(msgid, before, event)
         after = _TRANSITIONS[before, event]
@@ -242,16 +286,18 @@ class ServerConnection:
 
     Args:
         max_calls: most calls open at once.
+        limits: bounds on a client's messages; None for a client that is trusted.
     """
 
-    def __init__(self, max_calls: int) -> None:
+    def __init__(self, max_calls: int, limits: DecodeLimits | None = REQUEST_LIMITS) -> None:
         self.calls = CallPhases()
         self._max_calls = max_calls
+        self._limits = limits
 
     def receive(self, data: bytes) -> ServerEvent | None:
         """What a message means; None for notifications that nobody here knows, and for responses. Raises nothing."""
         try:
-            return self._read(decode(data, REQUEST_LIMITS))
+            return self._read(decode(data, self._limits))
         except GenbatchError as error:
             message_type = read_type(data)
             is_foreign = type(message_type) is not int or message_type not in (REQUEST, RESPONSE, NOTIFICATION)
@@ -259,16 +305,9 @@ class ServerConnection:
 
     def token(self, msgid: int, token: Token) -> TokenArray | None:
         """A call's next token as it travels, for `token_message`; None once the call is cancelled."""
-        if self.calls.move(msgid, CallEvent.TOKEN) is CallPhase.CANCELLED:
+        if self.calls.move(msgid, _TOKEN) is _CANCELLED:
             return None
-        array: TokenArray = [msgid, token.index, token.token_id, token.text]
-        if token.logprob is not None or token.choice:
-            extra: dict[str, object] = {"logprob": token.logprob, "choice": token.choice}
-            array.append(extra | {"top": token.top} if token.top else extra)
-        if token.reasoning or token.tool_calls:
-            taken_apart = {"reasoning": token.reasoning, "tool_calls": token.tool_calls}
-            array[4:] = [dict(*array[4:]) | {name: value for name, value in taken_apart.items() if value}]
-        return array
+        return token_array(msgid, token)
 
     def result(self, msgid: int, result: object) -> bytes:
         """The final of a call that succeeded; the call stays open if `result` is nothing that can be sent.
@@ -346,6 +385,24 @@ class ServerConnection:
         return None
 
 
+def token_array(msgid: int, token: Token, shows: bool = True) -> TokenArray:
+    """A token as it travels.
+
+    Args:
+        shows: whether the caller reads its texts; else it travels without them.
+    """
+    array: TokenArray = [msgid, token.index, token.token_id, token.text if shows else ""]
+    if token.logprob is None and not (token.choice or token.reasoning or token.tool_calls):
+        return array
+    if token.logprob is not None or token.choice:
+        extra: dict[str, object] = {"logprob": token.logprob, "choice": token.choice}
+        array.append(extra | {"top": token.top} if token.top else extra)
+    if shows and (token.reasoning or token.tool_calls):
+        texts = {"reasoning": token.reasoning, "tool_calls": token.tool_calls}
+        array[4:] = [dict(*array[4:]) | {name: value for name, value in texts.items() if value}]
+    return array
+
+
 def token_message(token: TokenArray) -> bytes:
     """The notification of one token."""
     return encode([NOTIFICATION, "token", token])
@@ -358,7 +415,12 @@ def tokens_message(tokens: list[TokenArray]) -> bytes:
 
 def goaway_message() -> bytes:
     """The notification that asks a client to open another connection for new requests."""
-    return encode([NOTIFICATION, "goaway", []])
+    return notification("goaway")
+
+
+def notification(name: str, *params: object) -> bytes:
+    """A notification with these parameters."""
+    return encode([NOTIFICATION, name, params])
 
 
 def error_message(msgid: int | None, error: GenbatchError) -> bytes:
@@ -387,14 +449,19 @@ def _check_credit(count: int, least: int) -> None:
         raise InvalidRequest("credit", f"must be at least {least} and at most {MAX_CREDIT}, not {count}")
 
 
-ClientEvent = TokenReceived | TokensReceived | CallAnswered | CallFailed | Heartbeat | GoAway
+ClientEvent = TokenReceived | TokensReceived | CallAnswered | CallFailed | Heartbeat | GoAway | Notified
 
 
 class ClientConnection:
-    """The client's end."""
+    """The client's end.
 
-    def __init__(self) -> None:
+    Args:
+        limits: bounds on the service's messages; None for a service that is trusted, and for requests of any size.
+    """
+
+    def __init__(self, limits: DecodeLimits | None = RESPONSE_LIMITS) -> None:
         self.calls = CallPhases()
+        self._limits = limits
         self._msgids = count(1)
         self._next_index: dict[tuple[int, int], int] = {}  # by msgid and choice
 
@@ -414,7 +481,7 @@ class ClientConnection:
             data = encode([REQUEST, msgid, method, arguments])
         except (UnicodeEncodeError, OverflowError, TypeError, RecursionError):
             raise why_unsendable(params) or InvalidRequest(None, "cannot be sent") from None
-        if len(data) > REQUEST_LIMITS.max_bytes:
+        if self._limits is not None and len(data) > REQUEST_LIMITS.max_bytes:
             raise FrameTooLarge(f"the request has {len(data)} bytes, {REQUEST_LIMITS.max_bytes} are taken")
         self.calls.move(msgid, CallEvent.REQUEST)
         for choice, drawn in enumerate(options.drawn):
@@ -443,7 +510,7 @@ class ClientConnection:
             FrameTooLarge, MalformedMessage: the service broke the protocol.
         """
         try:
-            return self._read(decode(data, RESPONSE_LIMITS))
+            return self._read(decode(data, self._limits))
         except IllegalEvent as error:
             raise MalformedMessage(str(error)) from None
         except InvalidRequest as error:  # a type that does not fit
@@ -452,39 +519,51 @@ class ClientConnection:
     def _read(self, message: object) -> ClientEvent | None:
         match typed(message):
             case [2, "token", list(token)]:
-                return self._read_token(token)
+                return next((TokenReceived(*one) for one in self._read_tokens([token])), None)
             case [2, "tokens", list(tokens)]:
-                received = [self._read_token(token) for token in tokens]
-                return TokensReceived([token for token in received if token is not None])
+                return TokensReceived(self._read_tokens(tokens))
             case [2, "heartbeat", list()]:
                 return Heartbeat()
             case [2, "goaway", list()]:
                 return GoAway()
-            case [2, str(), list()]:
-                return None
+            case [2, str(name), list(params)]:
+                return Notified(name, params)
             case [1, None, error, None]:
                 return CallFailed(None, from_wire(check_type(error, ErrorInfo)))
             case [1, int(msgid), error, result]:
                 return self._read_final(msgid, error, result)
         raise MalformedMessage("neither a response nor a notification")
 
-    def _read_token(self, array: object) -> TokenReceived | None:
-        match array:
-            case [int(msgid), int(index), int(token_id), str(text)]:
-                extra: dict[Any, Any] = {}
-            case [int(msgid), int(index), int(token_id), str(text), dict(extra)]:
-                pass
-            case _:
-                raise MalformedMessage("a token is not [msgid, index, token_id, text] and perhaps a map")
-        token = check_type(extra | {"text": text, "token_id": token_id, "index": index}, Token)
-        if self.calls.move(msgid, CallEvent.TOKEN) is CallPhase.CANCELLED:
-            return None
-        key = (msgid, token.choice)
-        expected = self._next_index.get(key, 0)
-        if index != expected:
-            raise MalformedMessage(f"token {index} of call {msgid} came where {expected} should")
-        self._next_index[key] = index + 1
-        return TokenReceived(msgid, token)
+    def _read_tokens(self, arrays: list[object]) -> list[tuple[int, Token]]:
+        """The tokens of open calls, each with its call's msgid."""
+        received = []
+        move, next_index = self.calls.move, self._next_index
+        for row in check_type(arrays, list[TokenRow]):
+            msgid, index, extra = row.msgid, row.index, row.extra
+            if move(msgid, _TOKEN) is _CANCELLED:
+                continue
+            if extra is None:
+                key = (msgid, 0)
+                token = Token(text=row.text, token_id=row.token_id, index=index)
+            else:
+                key = (msgid, extra.choice)
+                token = Token(
+                    text=row.text,
+                    token_id=row.token_id,
+                    index=index,
+                    logprob=extra.logprob,
+                    choice=extra.choice,
+                    top=extra.top,
+                    reasoning=extra.reasoning,
+                    tool_calls=extra.tool_calls,
+                )
+            expected = next_index.get(key, 0)
+            # guard: no gap in a stream
+            if index != expected:
+                raise MalformedMessage(f"token {index} of call {msgid} came where {expected} should")
+            next_index[key] = index + 1
+            received.append((msgid, token))
+        return received
 
     def _read_final(self, msgid: int, error: object, result: object) -> CallAnswered | CallFailed | None:
         info = None if error is None else check_type(error, ErrorInfo)

@@ -10,20 +10,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from genbatch.proto.errors import CLASSES, ErrorInfo
-from genbatch.proto.messages import ToolCallDelta
 from genbatch.proto.methods import METHODS
-from genbatch.proto.rpc import MAX_CREDIT, MAX_MSGID, WIRE_VERSION, StreamOptions
-
-
-class TokenExtra(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What a token's array has as its fifth element, where there is more to say."""
-
-    logprob: float | None = None
-    choice: int = 0
-    top: dict[int, float] = {}
-    reasoning: str = ""
-    tool_calls: list[ToolCallDelta] = []
-
+from genbatch.proto.rpc import MAX_CREDIT, MAX_MSGID, WIRE_VERSION, StreamOptions, TokenExtra
 
 Msgid = Annotated[int, msgspec.Meta(ge=0, description=f"at most {MAX_MSGID}")]
 CreditCount = Annotated[int, msgspec.Meta(ge=1, le=MAX_CREDIT)]

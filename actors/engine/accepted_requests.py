@@ -2,8 +2,8 @@
 
     request = accepted.accept(wanted, now)
     for request in accepted.due():                     # send them to the engine
-    for request, token in accepted.tokens(epoch, rows)   # give them to the callers
-    request = accepted.final(epoch, request_id)        # the request that ends; None if it has ended already
+    if accepted.add(request, token): ...               # give it to the caller
+    accepted.drop(request)                             # it ends
     for request, error in accepted.lose(now):          # the engine died: these end, the others are due again
 
 This file uses no socket, clock or event loop. Its user reports events and carries out the results.
@@ -21,15 +21,14 @@ engine_lost. The same error ends a request after MAX_DEATHS engines, and one wit
 import enum
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import msgspec
 
-from genbatch.actors.engine.engine_wire import LinkError, TokenRow
 from genbatch.proto.drawn import DrawnTokens, TokenRecord
-from genbatch.proto.errors import DeadlineExceeded, EngineLost, GenbatchError, Unavailable
+from genbatch.proto.errors import DeadlineExceeded, EngineLost, GenbatchError, MalformedMessage, Unavailable
 from genbatch.proto.messages import EmbedRequest, GenerateRequest, ScoreRequest, Token
 
 # Poison is refused for POISON_S seconds, and the latest MAX_POISONS kinds of poison are remembered.
@@ -60,7 +59,7 @@ class AcceptedRequest:
     """One accepted request.
 
     Args:
-        id: its number on the link.
+        id: its number, by its arrival.
         request: the request as the caller sent it.
         caller: set and read by this object's user, to answer the caller.
         expires_at: when its deadline passes; None for no deadline.
@@ -68,6 +67,7 @@ class AcceptedRequest:
         wait_s: seconds of each wait for an engine, for a request without a deadline; None for no bound.
         seed: the seed on every engine, for a request without a seed of its own.
         brought: the tokens that its caller has from before, by choice.
+        msgid: its call at the engine that has it.
     """
 
     id: int
@@ -78,6 +78,7 @@ class AcceptedRequest:
     wait_s: float | None = None
     seed: int = 0
     brought: tuple[DrawnTokens, ...] = ()
+    msgid: int = 0
     give_up_at: float | None = None  # when its wait for an engine ends
     phase: Stage = Stage.WAITING
     deaths: int = 0  # deaths of engines with this request
@@ -129,9 +130,9 @@ class AcceptedRequests:
     """
 
     def __init__(self, max_waiting: int) -> None:
-        self.epoch = 0  # counts the engines; a late message of an older engine is dropped
+        self.num_engines = 0  # so far
         self.is_up = False
-        self.counts = {"accepted": 0, "finals": 0, "replayed": 0, "lost": 0, "stale": 0}
+        self.counts = {"accepted": 0, "finals": 0, "replayed": 0, "lost": 0}
         self._max_waiting = max_waiting
         self._entries: dict[int, AcceptedRequest] = {}
         self._due: dict[int, AcceptedRequest] = {}  # waiting requests that are not suspects, in order
@@ -208,58 +209,24 @@ class AcceptedRequests:
 
     # The engine
 
-    def engine_up(self) -> int:
-        """Note a new engine; return its epoch."""
+    def engine_up(self) -> None:
+        """Note a new engine."""
         assert not self.is_up, "the last engine has not been lost"
         self.is_up = True
-        self.epoch += 1
-        return self.epoch
+        self.num_engines += 1
 
-    def tokens(self, epoch: int, rows: Iterable[TokenRow]) -> list[tuple[AcceptedRequest, Token]]:
-        """Return the tokens to deliver: tokens of the current epoch, for open requests.
+    def add(self, entry: AcceptedRequest, token: Token) -> bool:
+        """Keep the next token of an open request; return whether the caller reads it.
 
         Raises:
-            LinkError: a token is missing, or comes twice.
+            MalformedMessage: the next engine could not go on after such a token.
         """
-        # guard: epoch of tokens
-        if epoch != self.epoch or not self.is_up:
-            self.counts["stale"] += 1
-            return []
-        delivered = []
-        entries = self._entries
-        for row in rows:
-            entry = entries.get(row.id)
-            if entry is None:
-                continue  # its caller left, and the Cancel has not arrived yet
-            record = entry.record_of(row.choice)
-            # guard: no gap in a stream
-            if row.index != len(record) or entry.phase is Stage.WAITING:
-                raise LinkError(f"request {row.id}: token {row.index} where {len(record)} was next")
-            if record.scored and row.logprob is None:
-                raise LinkError(f"request {row.id}: a token without a log-prob")
-            record.add(row)
-            entry.phase = Stage.BEGUN
-            if not entry.is_streamed:
-                continue
-            token = Token(
-                text=row.text,
-                token_id=row.token_id,
-                index=row.index,
-                logprob=row.logprob,
-                choice=row.choice,
-                top=row.top,
-                reasoning=row.reasoning,
-                tool_calls=row.tool_calls,
-            )
-            delivered.append((entry, token))
-        return delivered
-
-    def final(self, epoch: int, request_id: int) -> AcceptedRequest | None:
-        """Return the request that ends now; None if it has ended already, or the message is an older engine's."""
-        entry = self._open(epoch, request_id)
-        if entry is not None:
-            self.drop(entry)
-        return entry
+        record = entry.record_of(token.choice)
+        if record.scored and token.logprob is None:
+            raise MalformedMessage(f"token {token.index} comes without a log-prob")
+        record.add(token)
+        entry.phase = Stage.BEGUN
+        return entry.is_streamed
 
     def lose(self, now: float) -> list[tuple[AcceptedRequest, GenbatchError]]:
         """Note that the engine died; return the requests that end now, with their errors. The others are due again."""
@@ -292,13 +259,6 @@ class AcceptedRequests:
 
     def _num_sequences(self) -> int:
         return sum([entry.request.n for entry in self._entries.values()])
-
-    def _open(self, epoch: int, request_id: int) -> AcceptedRequest | None:
-        # guard: epoch of finals
-        if epoch != self.epoch or not self.is_up:
-            self.counts["stale"] += 1
-            return None
-        return self._entries.get(request_id)
 
     def _verdict(self, entry: AcceptedRequest, now: float, *, alone: bool) -> GenbatchError | None:
         """Return the error of a request after its engine died; None if it is replayed."""

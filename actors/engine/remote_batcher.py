@@ -1,173 +1,58 @@
 """RemoteBatcher: takes the place of a Batcher in another process, and answers the same calls.
 
-    remote = await start(nursery, RemoteBatcher(options, on_hung=kill))
-    remote.info(EngineUp(connection, models), control=True)          # a new engine is connected
+    remote = RemoteBatcher(options, on_hung=kill)
+    await nursery.start(remote.run)
+    await remote.send(Join(1, models), end)                          # a new engine is connected
     result = await remote.call(Generate(request), timeout=None)      # as with a Batcher
 
-RemoteBatcher decides, AcceptedRequests keeps the requests, EngineConnection moves the bytes, and EngineWatch knows the
-engine's health. Requests outlive engines by the rules of AcceptedRequests. OpenQuestions sends all other calls to the
-engine. A health check is answered even without an engine, with the engine's last health.
+A call runs in its caller's task, so a caller that leaves cancels it. RemoteBatcher decides, AcceptedRequests keeps the
+requests, EngineConnection moves the messages, and EngineWatch knows the engine's health. Requests outlive engines by
+the rules of AcceptedRequests. All other calls go to the engine that is there. A health check is answered even without
+an engine, with the engine's last health.
 """
 
-import logging
+import math
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import trio
 
-from genbatch.actors.batcher.draining import Draining, DrainOver
+from genbatch.actors.batcher.draining import DRAINING, RETRY_AFTER_DRAIN_MS
 from genbatch.actors.batcher.messages import Embed, Generate, validate_generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.engine.accepted_requests import RETRY_MS, AcceptedRequest, AcceptedRequests, Stage, Wanted
 from genbatch.actors.engine.child_process import Join
-from genbatch.actors.engine.engine_wire import (
-    Answer,
-    Beat,
-    Cancel,
-    Final,
-    FinalEmbedded,
-    FinalError,
-    FrameStream,
-    LinkError,
-    Serving,
-    Submit,
-    SubmitEmbed,
-    SubmitScore,
-    ToEngine,
-    ToGateway,
-    Tokens,
-    decode_for_gateway,
-    encode,
-    encode_frame,
-)
-from genbatch.actors.engine.open_questions import AnswerLate, OpenQuestions
-from genbatch.actors.runtime.actor import NOREPLY, ActorRef, Down, From, GenServer, Monitor, Reason, reply, reply_error
-from genbatch.actors.runtime.errors import ActorDown
+from genbatch.actors.engine.link import CALLS, EngineConnection, EngineWork, FrameStream
+from genbatch.actors.runtime.errors import CallTimeout
+from genbatch.proto.codec import to_answer, why_unsendable
 from genbatch.proto.errors import (
     Cancelled,
     DeadlineExceeded,
     EngineError,
     GenbatchError,
     InvalidRequest,
+    MalformedMessage,
     Unavailable,
-    from_wire,
 )
 from genbatch.proto.messages import (
+    Drained,
     DrainRequest,
-    EmbedRequest,
     GenerateRequest,
     Health,
     HealthRequest,
     HealthStatus,
     Models,
     ModelsRequest,
-    ScoreRequest,
     StatsRequest,
+    check_type,
 )
 from genbatch.proto.methods import method_of
+from genbatch.proto.rpc import CallAnswered, CallFailed, ClientEvent, Notified, StreamOptions, TokensReceived
 from genbatch.proto.validation import MAX_SEED, validate_texts
-
-logger = logging.getLogger(__name__)
-
-# Requests that waited for an engine go out in several frames, since each request may have a megabyte.
-MESSAGES_A_FRAME = 16
-
-
-class EngineConnection:
-    """One engine's link, from its start to its end.
-
-    Args:
-        stream: closed at the end.
-        receive: called with this connection and the messages of each frame, and with None at the end, once.
-    """
-
-    def __init__(
-        self, stream: FrameStream, receive: "Callable[[EngineConnection, list[ToGateway] | None], None]"
-    ) -> None:
-        self.epoch = 0  # set by the receiver
-        self.fault: LinkError | None = None  # the protocol fault after which its messages are ignored
-        self._stream = stream
-        self._receive = receive
-        self._outbox: list[ToEngine] = []
-        self._news = trio.Event()
-        self._scope = trio.CancelScope()
-
-    def post(self, message: ToEngine) -> None:
-        """Send a message in one frame with this turn's messages; the number of accepted requests bounds the queue."""
-        self._outbox.append(message)
-        self._news.set()
-
-    def close(self) -> None:
-        """Close the link; the engine notices."""
-        self._scope.cancel()
-
-    async def run(self) -> None:
-        """Run until the engine or `close` ends the link."""
-        try:
-            with self._scope:
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._send)
-                    await self._read()
-                    nursery.cancel_scope.cancel()
-        finally:
-            with trio.CancelScope(shield=True):
-                await self._stream.aclose()
-            self._receive(self, None)
-
-    async def _read(self) -> None:
-        """Read until the engine closes its end, even after a fault: closing ours would make it ask for a new link."""
-        while (frame := await self._stream.receive()) is not None:
-            if self.fault is not None:
-                continue
-            messages: list[ToGateway] = []
-            try:
-                messages = decode_for_gateway(frame)
-            except LinkError as error:
-                self.fault = error
-            self._receive(self, messages)
-
-    async def _send(self) -> None:
-        while True:
-            await self._news.wait()
-            self._news = trio.Event()
-            while self._outbox:
-                frame = encode_frame(self._outbox[:MESSAGES_A_FRAME])
-                del self._outbox[:MESSAGES_A_FRAME]
-                try:
-                    await self._stream.send(frame)
-                except (trio.BrokenResourceError, trio.ClosedResourceError):
-                    return  # the engine's last messages are still read
-
-
-@dataclass(frozen=True, slots=True)
-class EngineUp:
-    """An engine is connected."""
-
-    connection: EngineConnection
-    models: Models
-
-
-@dataclass(frozen=True, slots=True)
-class EngineFrame:
-    """An engine's messages; None at its end."""
-
-    connection: EngineConnection
-    messages: list[ToGateway] | None
-
-
-@dataclass(frozen=True, slots=True)
-class WatchTick:
-    """It is time to check deadlines and the engine."""
-
-
-@dataclass(frozen=True, slots=True)
-class CancelOver:
-    """The time to end the cancelled requests of a drain is over."""
 
 
 class EngineWatch:
@@ -230,18 +115,63 @@ REMOTE = "remote"
 TICK_S = 0.5
 # Seconds that a draining engine has to end its cancelled requests.
 CANCEL_GRACE_S = 2.0
+# The engine's timeout for a health check. After that, the caller gets the last known health.
+HEALTH_WAIT_S = 0.25
 
 
-@dataclass(frozen=True, slots=True)
-class WaitingCaller:
-    """The caller that waits for a request."""
+class PendingCall:
+    """A caller's wait for the answer to its call.
 
-    from_: "From[Any]"
-    monitor: Monitor
-    message: Generate | Embed
+    Args:
+        method: the method's name.
+        message: of a request that the ledger keeps; None for another call.
+    """
+
+    def __init__(self, method: str, message: Generate | Embed | None = None) -> None:
+        self.method = method
+        self.message = message
+        self._ended = trio.Event()
+        self._end: object = None
+
+    def end(self, end: object) -> None:
+        """Give the caller its answer or its error."""
+        self._end = end
+        self._ended.set()
+
+    async def wait(self) -> Any:
+        """Return the answer.
+
+        Raises:
+            GenbatchError: the error.
+        """
+        await self._ended.wait()
+        if isinstance(self._end, GenbatchError):
+            raise self._end
+        return self._end
 
 
-class RemoteBatcher(GenServer):
+class SharedQuestion:
+    """Asks the engine one question at a time, so that callers who ask all the time cost no more than one does.
+
+    Callers that come during a question share the next answer.
+    """
+
+    def __init__(self) -> None:
+        self._turn = trio.Lock()
+        self._num_asked = 0
+        self._answer: tuple[int, Any] = (0, None)  # the latest, with the number of its question
+
+    async def ask(self, ask: Callable[[], Awaitable[Any]]) -> Any:
+        """Return an answer to a question that was asked after this call."""
+        num_before = self._num_asked
+        async with self._turn:
+            if self._answer[0] <= num_before:
+                self._num_asked += 1
+                self._answer = (self._num_asked, await ask())
+            return self._answer[1]
+
+
+class RemoteBatcher:
     """See the module's docstring.
 
     Args:
@@ -252,211 +182,246 @@ class RemoteBatcher(GenServer):
 
     def __init__(self, options: BatcherOptions, on_hung: Callable[[str], None]) -> None:
         self.options = options
-        self.accepted = AcceptedRequests(options.admission(REMOTE).max_queue + options.n_parallel)
+        self.joined = trio.Event()  # set by the first engine
+        self.is_draining = False
         self._on_hung = on_hung
-        self._callers: dict[Monitor, AcceptedRequest] = {}
-        self._questions = OpenQuestions(self.send_after, self._completed, self._health)
-        self._connection: EngineConnection | None = None
         self._models: Models | None = None
-        self._watch = EngineWatch(options.stall_s)
-        self._last_tick = 0.0
-        self._draining = Draining(lambda: len(self.accepted), self.send_after)
+        self._shared_health, self._shared_stats = SharedQuestion(), SharedQuestion()
+        self._num_cancelled = 0  # by a drain
+        self._settled = trio.Event()  # replaced when a request ends
+        self._nursery: trio.Nursery | None = None
+        self._reset()
 
-    # Callbacks
+    def _reset(self) -> None:
+        self.accepted = AcceptedRequests(self.options.admission(REMOTE).max_queue + self.options.n_parallel)
+        self._watch = EngineWatch(self.options.stall_s)
+        self._connection: EngineConnection | None = None
+        self._calls: dict[int, AcceptedRequest | PendingCall] = {}  # the calls that the engine has, by msgid
 
-    async def init(self) -> None:
-        self._last_tick = trio.current_time()
-        self.send_after(TICK_S, WatchTick())
-
-    async def handle_call(self, request: object, from_: "From[Any]") -> object:
-        try:
-            match request:
-                case Generate() | Embed():
-                    self._receive(request, from_)
-                case StatsRequest() if self._connection is None:
-                    return self._own_stats()
-                case HealthRequest() if self._connection is None or self._watch.is_given_up:
-                    return self._health()
-                case ModelsRequest():
-                    return self._known_models()
-                case DrainRequest(timeout_s=timeout_s):
-                    self._draining.ask(from_, timeout_s)
-                case _ if (method := method_of(request)) is not None and method.crosses:
-                    self._questions.ask(request, from_, self.monitor(from_), self._connection)
-                case _:
-                    raise TypeError(f"the engine's link has no call {type(request).__name__}")
-        except GenbatchError as error:
-            reply_error(from_, error)
-        return NOREPLY
-
-    async def handle_info(self, message: object) -> None:
-        match message:
-            case EngineFrame(connection, messages):
-                if messages is None:
-                    self._lose(connection)
-                else:
-                    self._hear(connection, messages)
-            case EngineUp(connection, models):
-                self._join(connection, models)
-            case Down(monitor):
-                self._leave(monitor)
-            case WatchTick():
-                self.send_after(TICK_S, WatchTick())
-                self._tick()
-            case AnswerLate(id):
-                self._questions.give_up(id, self._connection)
-            case DrainOver():
-                self._cancel_open()
-            case CancelOver():
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Host the links, until cancelled; a supervisor may start it again after a fault."""
+        async with trio.open_nursery() as self._nursery:
+            try:
+                task_status.started()
+                await self._keep_watch()
+            finally:
+                self._nursery = None  # no new tasks can start
                 for entry in self.accepted:
-                    self._end(entry, Cancelled("the service has stopped"))
+                    self._end(entry, Unavailable("the service is stopping"))
+                self._lose_calls()
+                self._reset()
 
-    async def terminate(self, reason: Reason) -> None:
-        for entry in self.accepted:
-            self._end(entry, Unavailable("the service is stopping"))
-        self._questions.lose()
+    async def _keep_watch(self) -> None:
+        last_tick = trio.current_time()
+        while True:
+            await trio.sleep(TICK_S)
+            now = trio.current_time()
+            self._watch.was_deaf(max(0.0, now - last_tick - TICK_S))
+            last_tick = now
+            self._tick(now)
+
+    async def send(self, message: Join, hand_over: socket.socket) -> None:
+        """Take the gateway's end of a new link."""
+        if self._nursery is None:
+            hand_over.close()
+        else:
+            self.join(FrameStream(hand_over), message.models)
+        await trio.lowlevel.checkpoint()  # last: the connection owns the socket by now
+
+    def join(self, stream: FrameStream, models: Models) -> None:
+        """Work with a new engine from now on."""
+        assert self._nursery is not None, "not running"
         if self._connection is not None:
             self._connection.close()
+            self._lose()
+        self._connection = EngineConnection(stream, self._hear)
+        self._nursery.start_soon(self._connection.run)
+        self._models = models
+        self._watch.joined(trio.current_time())
+        self.accepted.engine_up()
+        self.joined.set()
+        self._send_due()
+
+    async def call(self, request: object, *, timeout: float | None = 5.0, control: bool = False) -> Any:
+        """Answer a call as a Batcher's ref does.
+
+        Raises:
+            GenbatchError: as with the Batcher.
+            CallTimeout: no answer within `timeout` seconds.
+        """
+        with trio.move_on_after(math.inf if timeout is None else timeout):
+            return await self._answer(request)
+        raise CallTimeout("link", timeout or 0.0)
+
+    async def _answer(self, request: object) -> Any:
+        await trio.lowlevel.checkpoint()
+        match request:
+            case Generate() | Embed():
+                return await self._work(request)
+            case StatsRequest():
+                return await self._stats()
+            case HealthRequest():
+                return await self._health()
+            case ModelsRequest():
+                if self._models is None:
+                    raise Unavailable("the engine is being started", retry_after_ms=RETRY_MS)
+                return self._models
+            case DrainRequest(timeout_s=timeout_s):
+                return await self._drain(timeout_s)
+            case msgspec.Struct() if (method := method_of(request)) is not None and method.crosses:
+                return await self._ask(request)
+        raise TypeError(f"the engine's link has no call {type(request).__name__}")
 
     # Requests
 
-    def _receive(self, message: Generate | Embed, from_: "From[Any]") -> None:
+    async def _work(self, message: Generate | Embed) -> Any:
+        """Accept a request, and return its result, of this engine or of a later one."""
+        if self._nursery is None:
+            raise Unavailable("the service is stopping")
+        self._check(message)
+        is_streamed = isinstance(message, Generate) and message.on_token is not None
+        # The engine itself bounds the wait for a slot, from the arrival of the request at the engine.
+        # guard: default deadline, at the link
+        wait_s = (self.options.default_deadline_s or None) if message.client else None
+        entry = self.accepted.accept(message.request, trio.current_time(), is_streamed=is_streamed, wait_s=wait_s)
+        entry.brought = message.drawn if isinstance(message, Generate) else ()
+        entry.seed = secrets.randbelow(MAX_SEED + 1)
+        entry.caller = pending = PendingCall(_method(message.request), message)
+        try:
+            self._send_due()
+            return await pending.wait()
+        finally:
+            # guard: callers that leave, at the link
+            self._forget(entry)
+
+    def _check(self, message: Generate | Embed) -> None:
+        """Refuse a request that cannot be taken.
+
+        Raises:
+            InvalidRequest: a parameter is out of range, or has no form on the wire.
+            Unavailable: a drain has begun.
+        """
         # guard: draining takes nothing new, at the link
-        self._draining.check()
+        if self.is_draining:
+            raise Unavailable(DRAINING, retry_after_ms=RETRY_AFTER_DRAIN_MS)
         if isinstance(message, Embed):
             validate_texts(message.request, self.options.limits)
         else:
             if message.keep is not None:
                 raise InvalidRequest(None, "logits are kept by an engine in the caller's process only")
             validate_generate(message, self.options.limits)
-        try:
-            encode(message.request)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise InvalidRequest(None, f"cannot be sent: {error}") from error
-        wanted = message.request
-        is_streamed = isinstance(message, Generate) and message.on_token is not None
-        # The engine itself bounds the wait for a slot, from the arrival of the request at the engine.
-        # guard: default deadline, at the link
-        wait_s = (self.options.default_deadline_s or None) if message.client else None
-        entry = self.accepted.accept(wanted, trio.current_time(), is_streamed=is_streamed, wait_s=wait_s)
-        entry.brought = message.drawn if isinstance(message, Generate) else ()
-        entry.seed = secrets.randbelow(MAX_SEED + 1)
-        entry.caller = WaitingCaller(from_, self.monitor(from_), message)
-        self._callers[entry.caller.monitor] = entry
-        self._send_due()
+        fault = why_unsendable(message.request)
+        if fault is not None:
+            raise fault
 
     def _send_due(self) -> None:
-        if self._watch.is_given_up:
+        connection = self._connection
+        if connection is None or self._watch.is_given_up:
             return
         now = trio.current_time()
         for entry in self.accepted.due():
-            assert self._connection is not None
             request = entry.request
             if entry.expires_at is not None:
                 # Leave the engine at least a millisecond, so that it ends the request with its output so far.
                 request = msgspec.structs.replace(request, deadline_s=max(0.001, entry.expires_at - now))
             if isinstance(request, GenerateRequest) and request.seed is None:
                 request = msgspec.structs.replace(request, seed=entry.seed)
-            self._connection.post(_submission(entry, request))
-
-    def _leave(self, monitor: Monitor) -> None:
-        """Note that a caller has stopped waiting."""
-        self._questions.leave(monitor, self._connection)
-        entry = self._callers.pop(monitor, None)
-        # guard: callers that leave, at the link
-        if entry is not None:
-            self._forget(entry)
+            message: Generate | Embed = entry.caller.message
+            work: EngineWork[Wanted] = EngineWork(
+                request=request,
+                client=message.client,
+                request_id=message.request_id,
+                beam_width=message.beam_width if isinstance(message, Generate) else 1,
+                streams=entry.is_streamed,
+                is_admitted=entry.deaths > 0,
+            )
+            entry.msgid = connection.call(entry.caller.method, work, StreamOptions(drawn=entry.drawn()))
+            self._calls[entry.msgid] = entry
 
     def _forget(self, entry: AcceptedRequest) -> None:
-        if self.accepted.drop(entry) and self._connection is not None:
-            self._connection.post(Cancel(entry.id))
-        self._draining.settle()
+        """Remove a request that has ended, or that its caller has left."""
+        if self.accepted.drop(entry):
+            self._stop(entry.msgid)
+        self._settled.set()
+        self._settled = trio.Event()
 
-    def _end(self, entry: AcceptedRequest, error: GenbatchError) -> None:
-        """End a request without the engine."""
+    def _stop(self, msgid: int) -> None:
+        """Let the engine stop the work on a call, unless the call has ended."""
+        if self._calls.pop(msgid, None) is not None and self._connection is not None:
+            self._connection.cancel(msgid)
+
+    def _end(self, entry: AcceptedRequest, end: object) -> None:
+        """End a request with its result or its error."""
         self._forget(entry)
-        self._answer(entry, error)
-
-    def _answer(self, entry: AcceptedRequest, end: object) -> None:
-        """Answer a request's caller; no other place does so."""
-        caller: WaitingCaller = entry.caller
-        del self._callers[caller.monitor]
-        caller.monitor.cancel()
-        if isinstance(end, GenbatchError):
-            reply_error(caller.from_, end)
-        else:
-            reply(caller.from_, end)
+        entry.caller.end(end)
 
     # The engine
 
-    def _join(self, connection: EngineConnection, models: Models) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._lose(self._connection)
-        self._connection = connection
-        self._models = models
-        self._watch.joined(trio.current_time())
-        connection.epoch = self.accepted.engine_up()
-        self._send_due()
-
-    def _lose(self, connection: EngineConnection) -> None:
+    def _hear(self, connection: EngineConnection, event: ClientEvent | MalformedMessage | None) -> None:
+        # guard: messages of an engine that is gone
         if connection is not self._connection:
             return
-        self._connection = None
-        self._watch.lost()
-        self._questions.lose()
-        for entry, error in self.accepted.lose(trio.current_time()):
-            self._answer(entry, error)
-        self._draining.settle()
-
-    def _hear(self, connection: EngineConnection, messages: list[ToGateway]) -> None:
-        if connection is self._connection and not self._watch.is_given_up:
+        if event is None:
+            self._lose()
+        elif not self._watch.is_given_up:
             self._watch.heard(trio.current_time())
             try:
-                for message in messages:
-                    self._act(connection.epoch, message)
-                if connection.fault is not None:
-                    raise connection.fault
-            except LinkError as error:
-                self._give_up(str(error))
+                self._act(event)
+            except (MalformedMessage, InvalidRequest) as fault:
+                self._give_up(str(fault))
             self._send_due()  # a suspect's first token or end may free the next suspect
 
-    def _act(self, epoch: int, message: ToGateway) -> None:
-        match message:
-            case Tokens(rows):
-                for entry, token in self.accepted.tokens(epoch, rows):
-                    if entry not in self.accepted:
-                        continue  # it failed at an earlier token of this frame
-                    try:
-                        entry.caller.message.on_token(token)
-                    except Exception as error:  # a fault of the caller's function ends its request only
-                        self._end(entry, EngineError(f"on_token raised {error!r}"))
-            case Beat(health):
+    def _act(self, event: ClientEvent | MalformedMessage) -> None:
+        match event:
+            case TokensReceived(tokens):
+                for msgid, token in tokens:
+                    entry = self._calls.get(msgid)
+                    # Without an entry the request failed at an earlier token of this message.
+                    if isinstance(entry, AcceptedRequest) and self.accepted.add(entry, token):
+                        try:
+                            entry.caller.message.on_token(token)
+                        except Exception as error:  # a fault of the caller's function ends its request only
+                            self._end(entry, EngineError(f"on_token raised {error!r}"))
+            case CallAnswered(msgid, value):
+                call = self._calls.get(msgid)
+                if call is not None:  # nobody waits for the answer to a drain
+                    method = call.method if isinstance(call, PendingCall) else call.caller.method
+                    self._answered(msgid, to_answer(value, CALLS[method][1]))
+            case CallFailed(int(msgid), error):
+                self._answered(msgid, error)
+            case Notified("health", params):
+                (health,) = check_type(params, tuple[Health])
                 self._watch.beat(health)
-            case Serving(models):
-                self._models = models
-            case Final(id, result) | FinalEmbedded(id, result):
-                self._final(epoch, id, result)
-            case FinalError(id, error):
-                if id < 0:
-                    self._questions.fail(id, from_wire(error))
-                else:
-                    self._final(epoch, id, from_wire(error))
-            case Answer(id, value):
-                self._questions.answer(id, value, self._connection)
+            case Notified("models", params):
+                (self._models,) = check_type(params, tuple[Models])
+            case MalformedMessage():
+                raise event
 
-    def _final(self, epoch: int, id: int, end: object) -> None:
-        entry = self.accepted.final(epoch, id)
-        if entry is not None:
-            self._answer(entry, end)
-            self._draining.settle()
+    def _answered(self, msgid: int, end: object) -> None:
+        call = self._calls.pop(msgid, None)
+        if isinstance(call, AcceptedRequest):
+            self._end(call, end)
+        elif call is not None:
+            call.end(end)
+
+    def _lose(self) -> None:
+        """Note that the engine has died."""
+        self._connection = None
+        self._watch.lost()
+        self._lose_calls()
+        for entry, error in self.accepted.lose(trio.current_time()):
+            self._end(entry, error)
+
+    def _lose_calls(self) -> None:
+        """End the calls that no other engine can answer."""
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            if isinstance(call, PendingCall):
+                call.end(Unavailable("the engine died", retry_after_ms=RETRY_MS))
 
     # Time
 
-    def _tick(self) -> None:
-        now = trio.current_time()
-        self._watch.was_deaf(max(0.0, now - self._last_tick - TICK_S))
-        self._last_tick = now
+    def _tick(self, now: float) -> None:
         # guard: deadline without an engine
         for entry in self.accepted.expired(now):
             reason = "the deadline passed before the engine had answered"
@@ -474,112 +439,75 @@ class RemoteBatcher(GenServer):
         self._watch.is_given_up = True
         self._on_hung(reason)
 
-    # Answers for gateways
+    # Other calls
 
-    def _completed(self, method: str, answer: Any) -> Any:
-        """Return an engine's answer with this side's data."""
-        if method == "stats":
-            return {**answer, **self._counters()}
-        if method == "health":
-            self._watch.beat(answer)
-            return self._health()
-        return answer
+    async def _ask(self, request: msgspec.Struct) -> Any:
+        """Return the engine's answer to a call that no other engine would answer."""
+        if self._connection is None:
+            raise Unavailable("the engine is being restarted", retry_after_ms=RETRY_MS)
+        method = method_of(request)
+        assert method is not None and method.crosses, request
+        pending = PendingCall(method.name)
+        msgid = self._connection.call(method.name, request)
+        self._calls[msgid] = pending
+        try:
+            return await pending.wait()
+        finally:
+            if self._calls.get(msgid) is pending:
+                self._stop(msgid)
 
-    def _health(self) -> Health:
-        """Return the engine's last reported health with this link's state."""
-        draining = self._draining.has_begun
-        return self._watch.report(trio.current_time(), draining=draining, waiting=len(self.accepted))
+    async def _health(self) -> Health:
+        """Return the engine's health with this link's state; the last known health if the engine does not answer."""
+        if self._connection is not None and not self._watch.is_given_up:
+            with trio.move_on_after(HEALTH_WAIT_S), suppress(GenbatchError):
+                health = await self._shared_health.ask(lambda: self._ask(HealthRequest()))
+                self._watch.beat(health)
+        return self._watch.report(trio.current_time(), draining=self.is_draining, waiting=len(self.accepted))
 
-    def _known_models(self) -> Models:
-        if self._models is None:
-            raise Unavailable("the engine is being started", retry_after_ms=RETRY_MS)
-        return self._models
-
-    def _own_stats(self) -> dict[str, object]:
-        """Return the statistics that are known without an engine."""
-        stats = self._counters()
-        if self._models is not None and self._models.models:
+    async def _stats(self) -> dict[str, Any]:
+        """Return the engine's counters and this link's."""
+        stats: dict[str, Any] = {}
+        if self._connection is not None:
+            stats |= await self._shared_stats.ask(lambda: self._ask(StatsRequest()))
+        elif self._models is not None and self._models.models:
             stats["model"] = self._models.models[0].id
-        return stats
-
-    def _counters(self) -> dict[str, object]:
         counts = self.accepted.counts
-        return {
+        return stats | {
             "engine": "down" if self._connection is None else "up",
             "requests_open": len(self.accepted),
-            "engine_restarts": max(0, self.accepted.epoch - 1),
+            "engine_restarts": max(0, self.accepted.num_engines - 1),
             "requests_replayed": counts["replayed"],
             "requests_lost": counts["lost"],
             "gateway_tasks": trio.lowlevel.current_statistics().tasks_living,
         }
 
-    # Draining
+    async def _drain(self, timeout_s: float) -> Drained:
+        """Refuse new requests; return when the open requests have ended."""
+        self.is_draining = True
+        if len(self.accepted) and self._nursery is not None:
+            deadline = trio.current_time() + timeout_s
+            self._nursery.start_soon(self._cancel_open, deadline)  # also if this caller leaves
+        await self._all_ended()
+        return Drained(num_cancelled=self._num_cancelled)
 
-    def _cancel_open(self) -> None:
-        """Let the engine end the open requests with their output so far; a timer ends the remaining ones here."""
-        self._draining.num_cancelled += len(self.accepted)
+    async def _cancel_open(self, deadline: float) -> None:
+        """At the deadline, let the engine end the open requests with their output so far; then end the rest here."""
+        with trio.move_on_at(deadline):
+            await self._all_ended()
+        self._num_cancelled += len(self.accepted)
         if self._connection is not None and len(self.accepted):
-            self._questions.tell_to_drain(self._connection)
-            self.send_after(CANCEL_GRACE_S, CancelOver())
-        else:
-            for entry in self.accepted:
-                self._end(entry, Cancelled("the service has stopped"))
+            self._connection.call("drain", DrainRequest(timeout_s=0.0))
+            with trio.move_on_after(CANCEL_GRACE_S):
+                await self._all_ended()
+        for entry in self.accepted:
+            self._end(entry, Cancelled("the service has stopped"))
+
+    async def _all_ended(self) -> None:
+        while len(self.accepted):
+            await self._settled.wait()
 
 
-def _submission(entry: AcceptedRequest, request: Wanted) -> Submit | SubmitEmbed | SubmitScore:
-    """Return the message that submits a request to the engine; `request` has the remaining deadline."""
-    message: Generate | Embed = entry.caller.message
-    if isinstance(message, Embed):
-        if isinstance(request, ScoreRequest):
-            return SubmitScore(entry.id, request, message.client, message.request_id)
-        assert isinstance(request, EmbedRequest)
-        return SubmitEmbed(entry.id, request, message.client, message.request_id)
-    assert isinstance(request, GenerateRequest)
-    return Submit(
-        entry.id,
-        request,
-        message.client,
-        message.request_id,
-        message.beam_width,
-        entry.is_streamed,
-        entry.drawn(),
-        is_admitted=entry.deaths > 0,
-    )
-
-
-class EngineConnections:
-    """The gateways' side of a Joint; `run` is a child for a supervisor.
-
-    Args:
-        link: the RemoteBatcher that gets the engine's messages.
-    """
-
-    def __init__(self, link: ActorRef) -> None:
-        self.joined = trio.Event()  # set by the first engine
-        self._link = link
-        self._nursery: trio.Nursery | None = None
-
-    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Run until cancelled."""
-        async with trio.open_nursery() as self._nursery:
-            task_status.started()
-            try:
-                await trio.sleep_forever()
-            finally:
-                self._nursery = None  # no new tasks can start
-
-    async def send(self, message: Join, hand_over: socket.socket) -> None:
-        """Take the gateways' end of a new link."""
-        if self._nursery is None:
-            hand_over.close()
-        else:
-            connection = EngineConnection(FrameStream(hand_over), self._receive)
-            self._nursery.start_soon(connection.run)
-            with suppress(ActorDown):
-                self._link.info(EngineUp(connection, message.models), control=True)
-            self.joined.set()
-        await trio.lowlevel.checkpoint()  # last: the connection owns the socket by now
-
-    def _receive(self, connection: EngineConnection, messages: list[ToGateway] | None) -> None:
-        with suppress(ActorDown):
-            self._link.info(EngineFrame(connection, messages), control=True)
+def _method(request: Wanted) -> str:
+    method = method_of(request)
+    assert method is not None, request
+    return method.name

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from genbatch.actors.engine.child_process import (
     to_message,
 )
 from genbatch.actors.engine.freed_memory import keep_returning_freed_memory
-from genbatch.actors.engine.remote_batcher import EngineConnections, RemoteBatcher
+from genbatch.actors.engine.remote_batcher import RemoteBatcher
 from genbatch.actors.gateways.addresses import (
     check_address,
     check_http,
@@ -43,9 +44,8 @@ from genbatch.actors.gateways.listening import Door, ListeningSockets
 from genbatch.actors.gateways.rpc_gateway import RPCGateway
 from genbatch.actors.gateways.zeromq_gateway import ZeroMQGateway
 from genbatch.actors.observing.observe import observe
-from genbatch.actors.runtime.actor import ActorRef
 from genbatch.actors.runtime.errors import StartFailed
-from genbatch.actors.runtime.supervisor import ChildSpec, Intensity, Registry, Supervisor, Task, background
+from genbatch.actors.runtime.supervisor import ChildSpec, Intensity, Supervisor, Task, background
 from genbatch.actors.runtime.telemetry import Telemetry
 from genbatch.actors.scheduling.spec import check_scheduler
 from genbatch.actors.security.key_files import AddressError
@@ -318,10 +318,6 @@ def door_addresses(options: ServiceOptions) -> dict[Door, str]:
     return found
 
 
-# Callers wait in the mailbox only while a message is handled; accepted requests have another bound.
-MAILBOX_SIZE = 4096
-
-
 class LinkedGateways:
     """The supervisor tree of links and gateways; rest_for_one: a crashed link restarts its gateways, too.
 
@@ -347,29 +343,24 @@ class LinkedGateways:
         of_fleet: bool = False,
         sockets: ListeningSockets | None = None,
     ) -> None:
-        self.telemetry, registry = Telemetry(), Registry()
-        places = range(max(1, len(models)))
-        self.links: list[ActorRef] = [registry.ref(_link_name(place)) for place in places]
+        self.telemetry = Telemetry()
+        self.links = [
+            RemoteBatcher(batcher, partial(_tell_hung, on_hung, place)) for place in range(max(1, len(models)))
+        ]
         self.batcher: Callee = self.links[0] if not models else ServedModels(dict(zip(models, self.links, strict=True)))
-        self.sides = [EngineConnections(link) for link in self.links]
         # If another process has opened the sockets, its engines already run, and clients may already have connected.
-        joined = [side.joined for side in self.sides] if sockets is not None else []
+        joined = [link.joined for link in self.links] if sockets is not None else []
         self.listeners = Listeners(
             self.batcher, options, self.telemetry, of_fleet=of_fleet, sockets=sockets, joined=joined
         )
 
-        def children(place: int) -> list[ChildSpec]:
-            name, side = _link_name(place), self.sides[place]
-            link = ChildSpec(
-                name, lambda: RemoteBatcher(batcher, lambda reason: on_hung(reason, place)), mailbox_size=MAILBOX_SIZE
-            )
-            return [link, ChildSpec(f"{name}_host", lambda: side.run)]
+        def child(place: int) -> ChildSpec:
+            return ChildSpec(f"link_{place}", lambda: self.links[place].run)
 
         self.supervisor = Supervisor(
-            [*(child for place in places for child in children(place)), self.listeners.child()],
+            [*map(child, range(len(self.links))), self.listeners.child()],
             strategy="rest_for_one",
             name="gateways",
-            registry=registry,
             telemetry=self.telemetry,
         )
 
@@ -383,8 +374,8 @@ class LinkedGateways:
         await retire(self.listeners, self.batcher, timeout_s)
 
 
-def _link_name(place: int) -> str:
-    return "link" if place == 0 else f"link_{place}"
+def _tell_hung(on_hung: Callable[[str, int], None], place: int, reason: str) -> None:
+    on_hung(reason, place)
 
 
 # Memory blocks of at least this size return to the kernel as soon as they are freed.
@@ -433,7 +424,7 @@ class GatewayProcess:
                         self._nursery.start_soon(self._open, start)
                     case Join() as join:
                         await self._made.wait()
-                        await self._gateways.sides[join.engine].send(join, self._channel.take_socket())
+                        await self._gateways.links[join.engine].send(join, self._channel.take_socket())
                     case DrainAndStop(timeout_s, retires):
                         self._nursery.start_soon(self._drain, timeout_s, retires)
                     case _:

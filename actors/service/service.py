@@ -20,9 +20,9 @@ from genbatch.actors.batcher.batcher import Batcher
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.parts import context_factory
 from genbatch.actors.engine.child_process import StartEngine, encode_options
+from genbatch.actors.gateways.dispatcher import Callee
 from genbatch.actors.gateways.listening import ListeningSockets
 from genbatch.actors.recording.recorder import open_flight
-from genbatch.actors.runtime.actor import ActorRef
 from genbatch.actors.runtime.errors import StartFailed
 from genbatch.actors.runtime.supervisor import ChildSpec, Registry, Supervisor, background
 from genbatch.actors.runtime.telemetry import Telemetry
@@ -45,12 +45,12 @@ class Service:
     """A running tree.
 
     Args:
-        batcher: answers the Batcher's calls, here or in an engine process; a ref that survives restarts.
+        batcher: answers the Batcher's calls, here or in an engine process; it survives restarts.
         listeners: the gateways.
         engine: the loaded model; None if another process has it.
     """
 
-    batcher: ActorRef
+    batcher: Callee
     telemetry: Telemetry
     listeners: Listeners
     engine: Engine | None = None
@@ -148,5 +148,5 @@ async def _open_process(
             await nursery.start(gateways.supervisor.run)
         except StartFailed as error:
             raise (error.__cause__ or error) from None
-        await joint.gateway_is_ready(gateways.sides[0])
+        await joint.gateway_is_ready(gateways.links[0])
         yield Service(gateways.links[0], gateways.telemetry, gateways.listeners)

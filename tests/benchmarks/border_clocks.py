@@ -23,10 +23,10 @@ BORDERS = {
     "genbatch.actors.gateways.http.generating": [("Generating._asked", "request read", "")],
     "genbatch.actors.gateways.session": [("RPCSession.receive", "request read", "")],
     "genbatch.actors.engine.remote_batcher": [
-        ("RemoteBatcher._receive", "request checked, in the gateway's mailbox", ""),
+        ("RemoteBatcher._work", "request at the link", ""),
         ("RemoteBatcher._hear", "tokens at the gateway", ""),
     ],
-    "genbatch.actors.engine.engine_process": [("EngineSession._act", "request at the engine", "")],
+    "genbatch.actors.engine.link": [("EngineSession._act", "request at the engine", "")],
     "genbatch.actors.batcher.arrivals": [("Arrivals.take", "request in the Batcher's mailbox", "")],
     "genbatch.actors.batcher.slots": [("Slots.enqueue", "prompt rendered and tokenized", "")],
     "genbatch.actors.batcher.planner": [("Planner.plan", "window closed", "step planned")],

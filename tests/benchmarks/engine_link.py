@@ -20,9 +20,8 @@ import trio
 from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.engine.child_process import Join
-from genbatch.actors.engine.engine_process import EngineSession
-from genbatch.actors.engine.engine_wire import FrameStream
-from genbatch.actors.engine.remote_batcher import EngineConnections, RemoteBatcher
+from genbatch.actors.engine.link import EngineSession, FrameStream
+from genbatch.actors.engine.remote_batcher import RemoteBatcher
 from genbatch.actors.runtime.actor import NOREPLY, ActorRef, From, GenServer, reply, start
 from genbatch.proto.messages import GenerateRequest, Health, HealthRequest, Models, Result, Token, Usage
 
@@ -69,7 +68,7 @@ async def pace(tokens: Tokens, sequences: int, steps: int, step_s: float) -> flo
     return spent / steps
 
 
-async def ask(ref: ActorRef, sequences: int) -> None:
+async def ask(ref: ActorRef | RemoteBatcher, sequences: int) -> None:
     """As many streams, to their ends."""
     async with trio.open_nursery() as nursery:
         for number in range(sequences):
@@ -100,10 +99,9 @@ async def engine_side(fd: int, sequences: int, steps: int, step_s: float) -> flo
 
 async def gateway_side(end: socket.socket, sequences: int, steps: int) -> float:
     async with trio.open_nursery() as nursery:
-        link = await start(nursery, RemoteBatcher(BatcherOptions(n_parallel=sequences), lambda reason: None))
-        host = EngineConnections(link)
-        await nursery.start(host.run)
-        await host.send(Join(1, Models(models=())), end)
+        link = RemoteBatcher(BatcherOptions(n_parallel=sequences), lambda reason: None)
+        await nursery.start(link.run)
+        await link.send(Join(1, Models(models=())), end)
         began = time.process_time()
         await ask(link, sequences)
         spent = time.process_time() - began

@@ -12,7 +12,6 @@ from tests.mutations.mutation import (
     without_operand,
 )
 
-OLD_EPOCH = ("actors/engine/test_accepted_requests.py::test_messages_of_an_engine_that_is_gone_are_dropped",)
 RESUMED = ("actors/batcher/test_resume.py::test_the_rest_is_that_of_a_stream_that_no_death_met",)
 SUSPECTS = (
     "actors/engine/test_accepted_requests.py::test_suspects_are_sent_one_at_a_time_the_likeliest_first_and_innocents_live",
@@ -49,15 +48,9 @@ ENGINE_GUARDS = (
         "a penalty is reckoned by tokens that were not there yet",
     ),
     Mutation(
-        "epoch of tokens",
+        "messages of an engine that is gone",
         never,
-        OLD_EPOCH,
-        "an engine that is gone goes on speaking",
-    ),
-    Mutation(
-        "epoch of finals",
-        never,
-        OLD_EPOCH,
+        ("actors/engine/test_remote_batcher.py::test_messages_of_an_engine_that_is_gone_are_dropped",),
         "an engine that is gone ends a request that is replayed",
     ),
     Mutation(
@@ -101,13 +94,13 @@ ENGINE_GUARDS = (
     Mutation(
         "no gap in a stream",
         never,
-        ("actors/engine/test_accepted_requests.py::test_a_gap_or_a_repetition_in_a_stream_is_the_links_fault",),
+        ("proto/test_rpc.py::test_a_service_that_breaks_the_protocol_is_found_out",),
         "a text lacks a piece and nobody knows",
     ),
     Mutation(
         "one final",
         never,
-        ("actors/engine/test_accepted_requests.py::test_a_request_ends_once_whatever_the_engine_says_again",),
+        ("actors/engine/test_accepted_requests.py::test_a_request_ends_once",),
         "a request is counted as ended twice",
     ),
     Mutation(
@@ -130,13 +123,13 @@ ENGINE_GUARDS = (
     ),
     Mutation(
         "callers that leave, at the link",
-        never,
+        dropped,
         ("actors/engine/test_remote_batcher.py::test_a_caller_that_leaves_cancels_its_request_over_there",),
         "the engine works for nobody",
     ),
     Mutation(
         "draining takes nothing new, at the link",
-        dropped,
+        never,
         ("actors/engine/test_remote_batcher.py::test_a_drain_refuses_what_is_new_and_waits_for_what_is_open",),
         "a service that is to stop never does",
     ),

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from genbatch.proto.codec import REQUEST_LIMITS, why_unsendable
+from genbatch.proto.codec import REQUEST_LIMITS, RESPONSE_LIMITS, why_unsendable
+from genbatch.proto.drawn import DrawnTokens
 from genbatch.proto.errors import (
     Cancelled,
     FrameTooLarge,
@@ -28,6 +29,7 @@ from genbatch.proto.rpc import (
     CreditGranted,
     Heartbeat,
     IllegalEvent,
+    Notified,
     Refused,
     ServerConnection,
     StreamOptions,
@@ -172,11 +174,11 @@ def test_a_bad_message_gets_a_typed_error_with_its_msgid_where_there_is_one(
     assert isinstance(server.receive(pack([0, 7, "generate", [{}]])), CallReceived)  # the connection survives it
 
 
-def test_unknown_notifications_are_ignored() -> None:
+def test_the_service_ignores_unknown_notifications_and_a_client_reports_them() -> None:
     server = ServerConnection(4)
     assert server.receive(pack([2, "from_the_future", [1, {"a": 2}]])) is None
     client = ClientConnection()
-    assert client.receive(pack([2, "from_the_future", []])) is None
+    assert client.receive(pack([2, "from_the_future", [1]])) == Notified("from_the_future", [1])
 
 
 def test_a_response_gets_no_response_since_that_might_go_on_for_ever() -> None:
@@ -211,8 +213,7 @@ def test_several_tokens_in_a_message_arrive_in_order_less_those_of_cancelled_cal
     message = tokens_message([array for array in arrays if array is not None])
     assert msgpack.unpackb(message)[2][1] == [second, 0, 10, "x"]
     client.cancel(second)
-    received = [TokenReceived(first, token(0)), TokenReceived(first, token(1))]
-    assert client.receive(message) == TokensReceived(received)
+    assert client.receive(message) == TokensReceived([(first, token(0)), (first, token(1))])
 
 
 def test_a_heartbeat_may_tell_its_lease() -> None:
@@ -277,6 +278,25 @@ def test_tokens_and_the_result_arrive_as_they_were_sent() -> None:
         assert client.receive(message) == TokenReceived(msgid, each)
     assert client.receive(server.result(msgid, {"text": "abc"})) == CallAnswered(msgid, {"text": "abc"})
     assert len(client.calls) == 0
+
+
+def test_a_resumed_stream_begins_after_the_tokens_that_its_caller_has() -> None:
+    client = ClientConnection()
+    msgid, _ = client.request("stream", {}, StreamOptions(drawn=(DrawnTokens([5, 6]), DrawnTokens([]))))
+    client.receive(pack([2, "tokens", [[msgid, 2, 5, "x"], [msgid, 0, 5, "x", {"choice": 1}]]]))
+    with pytest.raises(MalformedMessage, match="token 2 of call 1 came where 3 should"):
+        client.receive(pack([2, "token", [msgid, 2, 5, "x"]]))
+
+
+def test_without_limits_messages_of_any_size_pass() -> None:
+    client, server = ClientConnection(limits=None), ServerConnection(4, limits=None)
+    msgid, data = client.request("generate", {"prompt": "x" * REQUEST_LIMITS.max_bytes})
+    assert isinstance(server.receive(data), CallReceived)
+    answer = list(range(RESPONSE_LIMITS.max_array_length + 1))
+    assert client.receive(server.result(msgid, answer)) == CallAnswered(msgid, answer)
+    assert isinstance(server.receive(b"\xc1"), Refused)
+    with pytest.raises(MalformedMessage):
+        client.receive(b"\xc1")
 
 
 def test_an_error_arrives_as_its_class() -> None:

@@ -228,8 +228,8 @@ class SimClient:
             case TokenReceived(msgid, token):
                 self._token(msgid, token)
             case TokensReceived(tokens):
-                for received in tokens:
-                    self._token(received.msgid, received.token)
+                for msgid, token in tokens:
+                    self._token(msgid, token)
             case CallAnswered(int(msgid), value):
                 self._final(msgid, value)
             case CallFailed(int(msgid), error):
@@ -255,9 +255,9 @@ class SimClient:
         if asked.does_harm:
             allowed |= {"engine_error"}
         # One death is no reason to end: only a request that two may be due to, or one that is out of time.
-        is_late = asked.wanted.deadline_s is not None and (
-            trio.current_time() - call.asked_at >= asked.wanted.deadline_s
-        )
+        # Without a deadline of its own, a request waits for the next engine as long as the operator allows.
+        wait_s = asked.wanted.deadline_s or self.world.default_deadline_s
+        is_late = bool(wait_s) and trio.current_time() - call.asked_at >= wait_s
         if self.world.num_deaths - call.deaths_before >= (1 if is_late else self.world.deaths_to_lose):
             allowed |= {"engine_lost"}
         if stalled or self.world.is_draining or trio.current_time() - call.asked_at >= 10.0:
@@ -270,7 +270,7 @@ class SimClient:
 
     def _check_result(self, asked: SimRequest, call: Call) -> None:
         result = self.world.read_result(call.end)
-        choices = result.choices or (result,)
+        choices = result.choices
         assert len(choices) == asked.wanted.n
         for number, choice in enumerate(choices):
             if call.stream:

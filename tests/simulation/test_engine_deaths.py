@@ -13,8 +13,8 @@ import trio
 from genbatch.actors.batcher.batcher import Batcher
 from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.engine.engine_process import EngineSession
-from genbatch.actors.engine.remote_batcher import EngineConnection, EngineFrame, EngineUp, RemoteBatcher
+from genbatch.actors.engine.link import EngineSession
+from genbatch.actors.engine.remote_batcher import RemoteBatcher
 from genbatch.actors.runtime.actor import start
 from genbatch.nif.context import Context
 from genbatch.proto.errors import EngineLost
@@ -86,7 +86,7 @@ class MortalService:
         self.link = RemoteBatcher(OPTIONS, lambda reason: pytest.fail(reason))
 
     async def start(self) -> None:
-        self.ref = await start(self._nursery, self.link, name="link")
+        await self._nursery.start(self.link.run)
         self._nursery.start_soon(self._run_engines)
         self._nursery.start_soon(self._kill)
 
@@ -94,7 +94,7 @@ class MortalService:
         on_token = one.tokens.append if one.streams else None
         call = Generate(one.request, on_token, "client", beam_width=one.beam_width)
         try:
-            one.result = await self.ref.call(call, timeout=None)
+            one.result = await self.link.call(call, timeout=None)
         except EngineLost as error:
             assert error.tokens_delivered == len(one.tokens)
 
@@ -125,15 +125,9 @@ class MortalService:
         )
         ref = await start(life, batcher, name="batcher", shutdown_s=0.0)
         models = await ref.call(ModelsRequest(), timeout=None)
-        connection = EngineConnection(ours, self._hear)
-        self._nursery.start_soon(connection.run)
-        self.ref.info(EngineUp(connection, models), control=True)
+        self.link.join(ours, models)  # type: ignore[arg-type]  # a pipe in the place of a socket
         await EngineSession(ref, theirs).run()
         life.cancel_scope.cancel()
-
-    def _hear(self, connection: EngineConnection, messages: Any) -> None:
-        if self.ref.alive:
-            self.ref.info(EngineFrame(connection, messages), control=True)
 
 
 def run(model: Any, dies_at: Sequence[float] = ()) -> tuple[list[Any], float, dict[str, int]]:

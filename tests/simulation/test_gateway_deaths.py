@@ -11,8 +11,8 @@ import torch
 import trio
 
 from genbatch.actors.batcher.batcher import Batcher
-from genbatch.actors.engine.engine_process import EngineSession
-from genbatch.actors.engine.remote_batcher import EngineConnection, EngineFrame, EngineUp, RemoteBatcher
+from genbatch.actors.engine.link import EngineSession
+from genbatch.actors.engine.remote_batcher import RemoteBatcher
 from genbatch.actors.gateways.connection_limit import MAX_HALF_MESSAGES, MessageRoom
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.peers import Peer
@@ -133,17 +133,11 @@ class DyingGateways:
         """As after SIGKILL, nothing that was not sent before is sent at the end."""
         try:
             link = RemoteBatcher(OPTIONS, lambda reason: pytest.fail(reason))
-            ref = await start(self._gateway, link, name="link", shutdown_s=0.0)
-            self._dispatcher, self._room = Dispatcher(ref), MessageRoom(MAX_HALF_MESSAGES)
-
-            def hear(connection: EngineConnection, messages: Any) -> None:
-                if ref.alive:
-                    ref.info(EngineFrame(connection, messages), control=True)
-
-            connection = EngineConnection(ours, hear)
-            self._gateway.start_soon(connection.run)
+            await self._gateway.start(link.run)
+            self._dispatcher, self._room = Dispatcher(link), MessageRoom(MAX_HALF_MESSAGES)
             self._nursery.start_soon(EngineSession(self._engine, theirs).run)
-            ref.info(EngineUp(connection, await self._engine.call(ModelsRequest(), timeout=None)), control=True)
+            models = await self._engine.call(ModelsRequest(), timeout=None)
+            link.join(ours, models)  # type: ignore[arg-type]  # a pipe in the place of a socket
             self._is_up.set()
             await trio.sleep_forever()
         finally:

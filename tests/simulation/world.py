@@ -6,7 +6,6 @@ sockets (pipes with delays). Checked after every event: what was accepted, the b
 """
 
 import random
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -17,15 +16,14 @@ from trio.testing import MockClock
 from genbatch.actors.batcher.batcher import Batcher
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.stepper import EngineFault
-from genbatch.actors.engine.engine_process import EngineSession
-from genbatch.actors.engine.remote_batcher import CANCEL_GRACE_S, EngineConnection, EngineFrame, EngineUp, RemoteBatcher
+from genbatch.actors.engine.link import EngineConnection, EngineSession
+from genbatch.actors.engine.remote_batcher import CANCEL_GRACE_S, RemoteBatcher
 from genbatch.actors.gateways.connection_limit import MAX_HALF_MESSAGES, MessageRoom
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.peers import Peer
 from genbatch.actors.gateways.rpc_gateway import SWEEP_S, RPCConnection, check_connection
 from genbatch.actors.gateways.session import CallHost
 from genbatch.actors.runtime.actor import start
-from genbatch.actors.runtime.errors import ActorDown
 from genbatch.actors.scheduling.plan import BatchingType
 from genbatch.actors.scheduling.scheduler import PauseOrder, SchedulerPolicy
 from genbatch.nif.context import Context
@@ -49,6 +47,21 @@ FAULTS_S, FINALS_S = 20.0, 300.0
 MAX_PAUSES = 12
 
 
+class TracedLink(RemoteBatcher):
+    """The link of a world, which hears of each message."""
+
+    def __init__(self, world: "World") -> None:
+        super().__init__(world.options, world.kill)
+        self._world = world
+
+    def _hear(self, connection: EngineConnection, event: Any) -> None:
+        super()._hear(connection, event)
+        if event is None:
+            self._world.num_deaths += 1
+        if getattr(event, "name", None) != "health":
+            self._world.trace("link", "closed" if event is None else type(event).__name__)
+
+
 class World:
     """One seed's service, callers and faults.
 
@@ -60,6 +73,7 @@ class World:
     """
 
     gateways_die = False
+    drain_rate = 0.1
     deaths_to_lose = 2
 
     def __init__(
@@ -84,9 +98,9 @@ class World:
         self.spread_s = 0.1 if self._is_crowded else self.rng.choice((0.1, 3.0))
         self._max_tokens = 40 if self._is_crowded else 16
         self._num_blocks = 24 if self._is_crowded else self.rng.choice((24, 64, 200))
-        self._options = self._draw_options()
+        self.options = self._draw_options()
         if options is not None:
-            self._options = options
+            self.options = options
         self._kill_rate = self.rng.choice((0.0, 0.0, 0.05, 0.3))
         self._hang_rate = self.rng.choice((0.0, 0.0, 0.01))
         self._shortage_rate = self.rng.choice((0.0, 0.0, 0.0, 0.01))
@@ -138,7 +152,7 @@ class World:
 
     @property
     def default_deadline_s(self) -> float:
-        return self._options.default_deadline_s
+        return self.options.default_deadline_s
 
     def draw_request(self, rng: random.Random) -> SimRequest:
         """What a client asks next."""
@@ -150,7 +164,7 @@ class World:
                 self._prefixes,
                 max_tokens=rng.randint(1, self._max_tokens),
                 harm=harm,
-                has_priorities=self._options.priority_ageing_s > 0,
+                has_priorities=self.options.priority_ageing_s > 0,
             )
 
         drawn = draw(self._harm)
@@ -195,7 +209,7 @@ class World:
         with trio.fail_after(LIVENESS_S):
             async with trio.open_nursery() as nursery:
                 await self.open(nursery)
-                if self.rng.random() < 0.1 and self.faults.happens("drain"):
+                if self.rng.random() < self.drain_rate and self.faults.happens("drain"):
                     self._nursery.start_soon(self._drain)
                 ended = trio.Event()
                 nursery.start_soon(self._run_clients, ended)
@@ -219,9 +233,9 @@ class World:
     async def open(self, nursery: trio.Nursery) -> None:
         """Begins to live, and to have faults, in the nursery."""
         self._nursery = nursery
-        self._link = RemoteBatcher(self._options, self._kill)
-        self._ref = await start(nursery, self._link, name="link")
-        self._dispatcher = Dispatcher(self._ref, of_fleet=self._of_fleet)
+        self._link = TracedLink(self)
+        await nursery.start(self._link.run)
+        self._dispatcher = Dispatcher(self._link, of_fleet=self._of_fleet)
         self._room = MessageRoom(MAX_HALF_MESSAGES)
         nursery.start_soon(self._run_engines)
         nursery.start_soon(self._harass)
@@ -292,15 +306,13 @@ class World:
             async with trio.open_nursery() as life:
                 batcher = Batcher(
                     partial(self._open_context),
-                    self._options,
+                    self.options,
                     open_worker=lambda name: self._open_worker(life, rng, name),
                 )
                 # What ends it ends the process: there is no time for last words.
                 ref = await start(life, batcher, name="batcher", shutdown_s=0.0)
                 models = await ref.call(ModelsRequest(), timeout=None)
-                connection = EngineConnection(gateway_end, self._hear)
-                self._nursery.start_soon(connection.run)
-                self._ref.info(EngineUp(connection, models), control=True)
+                self._link.join(gateway_end, models)  # type: ignore[arg-type]  # a pipe in the place of a socket
                 self._batcher, self._life = batcher, life
                 await EngineSession(ref, self._engine_end).run()
                 life.cancel_scope.cancel()
@@ -324,24 +336,15 @@ class World:
             self.model,
             self._runner_type(is_short),
             num_blocks=[self._num_blocks],
-            n_parallel=self._options.n_parallel,
-            n_held=self._options.max_held_prompts,
-            n_batch=self._options.max_batch_tokens,
+            n_parallel=self.options.n_parallel,
+            n_held=self.options.max_held_prompts,
+            n_batch=self.options.max_batch_tokens,
             block_size=4,
         )
 
-    def _hear(self, connection: EngineConnection, messages: Any) -> None:
-        if messages is None:
-            self.num_deaths += 1
-        with suppress(ActorDown):  # the world is ending
-            self._ref.info(EngineFrame(connection, messages), control=True)
-        kinds = [type(one).__name__ for one in messages or ()]
-        if kinds != ["Beat"]:
-            self.trace("link", ", ".join(kinds) or "closed")
-
     # Faults
 
-    def _kill(self, reason: str) -> None:
+    def kill(self, reason: str) -> None:
         """As SIGKILL: what it had not sent is never sent, and nothing of it runs again."""
         if self._life is not None:
             self.trace("engine", f"is killed: {reason}")
@@ -368,7 +371,7 @@ class World:
         while not self.is_calm:
             await trio.sleep(self.rng.random())
             if self.rng.random() < self._kill_rate and not self.is_calm and self.faults.happens("kill"):
-                self._kill("drawn")
+                self.kill("drawn")
             if self.rng.random() < self._jump_rate and self.faults.happens("jump"):
                 self.trace("clock", "jumps")
                 # Less than a client may take to read: a gateway that slept for longer gives up on sends under way.

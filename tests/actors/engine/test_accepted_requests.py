@@ -16,22 +16,17 @@ from genbatch.actors.engine.accepted_requests import (
     AcceptedRequests,
     Stage,
 )
-from genbatch.actors.engine.engine_wire import LinkError, TokenRow
 from genbatch.proto.drawn import DrawnTokens
-from genbatch.proto.errors import DeadlineExceeded, EngineLost, Unavailable
-from genbatch.proto.messages import GenerateRequest, ToolCallDelta
+from genbatch.proto.errors import DeadlineExceeded, EngineLost, MalformedMessage, Unavailable
+from genbatch.proto.messages import GenerateRequest, Token, ToolCallDelta
 
 
 def ask(prompt: str = "go", **params: Any) -> GenerateRequest:
     return GenerateRequest(prompt=prompt, **params)
 
 
-def up(accepted: AcceptedRequests) -> int:
-    return accepted.engine_up()
-
-
-def row(entry: AcceptedRequest, index: int, choice: int = 0) -> TokenRow:
-    return TokenRow(entry.id, choice, index, 100 + index, "x", None)
+def token(index: int, choice: int = 0) -> Token:
+    return Token(text="x", token_id=100 + index, index=index, choice=choice)
 
 
 def errors(ended: list[tuple[AcceptedRequest, Any]]) -> dict[int, type[Any]]:
@@ -45,7 +40,7 @@ def test_what_arrives_before_an_engine_waits_for_it_within_a_bound() -> None:
     with pytest.raises(Unavailable) as refused:
         accepted.accept(ask("c"), 0.0)
     assert refused.value.retry_after_ms
-    up(accepted)
+    accepted.engine_up()
     assert accepted.due() == [first, second]
     assert accepted.due() == []
     accepted.accept(ask("d"), 0.0)  # an engine has bounds of its own
@@ -63,63 +58,40 @@ def test_while_no_engine_is_there_sequences_are_counted_and_not_requests() -> No
     accepted.accept(ask("c", n=5), 0.0)
 
 
-def test_a_request_ends_once_whatever_the_engine_says_again() -> None:
+def test_a_request_ends_once() -> None:
     accepted = AcceptedRequests(8)
-    entry, epoch = accepted.accept(ask(), 0.0), up(accepted)
+    entry = accepted.accept(ask(), 0.0)
+    accepted.engine_up()
     accepted.due()
-    assert accepted.final(epoch, entry.id) is entry
-    assert accepted.final(epoch, entry.id) is None
-    assert accepted.tokens(epoch, [row(entry, 0)]) == []
+    assert accepted.drop(entry)
     assert not accepted.drop(entry)
     accepted.check_integrity()
-
-
-def test_a_gap_or_a_repetition_in_a_stream_is_the_links_fault() -> None:
-    accepted = AcceptedRequests(8)
-    entry, epoch = accepted.accept(ask(n=2), 0.0, is_streamed=True), up(accepted)
-    accepted.due()
-    delivered = accepted.tokens(epoch, [row(entry, 0), row(entry, 0, choice=1), row(entry, 1)])
-    assert [(token.choice, token.index) for _, token in delivered] == [(0, 0), (1, 0), (0, 1)]
-    for wrong in (row(entry, 1), row(entry, 3), row(entry, 2, choice=1)):
-        with pytest.raises(LinkError):
-            accepted.tokens(epoch, [wrong])
-
-
-def test_messages_of_an_engine_that_is_gone_are_dropped() -> None:
-    accepted = AcceptedRequests(8)
-    entry, old = accepted.accept(ask(), 0.0, is_streamed=True), up(accepted)
-    accepted.due()
-    accepted.lose(0.0)
-    assert accepted.tokens(old, [row(entry, 0)]) == [] and accepted.final(old, entry.id) is None
-    new = up(accepted)
-    accepted.due()
-    assert accepted.tokens(old, [row(entry, 0)]) == [] and accepted.final(old, entry.id) is None
-    assert len(accepted.tokens(new, [row(entry, 0)])) == 1
-    assert accepted.counts["stale"] == 4
 
 
 def test_an_engines_death_ends_nothing_and_the_next_one_goes_on_after_the_tokens_of_each() -> None:
     accepted = AcceptedRequests(8)
     streamed, silent, whole = (accepted.accept(ask(p, n=2), 0.0, is_streamed=p != "w") for p in "dsw")
-    epoch = up(accepted)
+    accepted.engine_up()
     assert [entry.drawn() for entry in accepted.due()] == [(), (), ()]
     late = accepted.accept(ask("late"), 0.0)  # not sent yet
-    rows = [row(streamed, 0), row(streamed, 1), row(whole, 0, choice=1)]
-    assert len(accepted.tokens(epoch, rows)) == 2, "a caller that wants the whole gets no tokens"
+    shown = [
+        accepted.add(streamed, token(0)),
+        accepted.add(streamed, token(1)),
+        accepted.add(whole, token(0, choice=1)),
+    ]
+    assert shown == [True, True, False], "a caller that reads no tokens gets none"
     assert accepted.lose(1.0) == []
     assert late.drawn() == ()
     nothing = DrawnTokens([])
     assert streamed.drawn() == (DrawnTokens([100, 101]), nothing)
     assert silent.drawn() == (nothing, nothing)
     assert whole.drawn() == (nothing, DrawnTokens([100]))
-    epoch = up(accepted)
+    accepted.engine_up()
     sent = []
     while due := accepted.due():
         sent += due
         for entry in due:
-            with pytest.raises(LinkError):
-                accepted.tokens(epoch, [row(entry, 2, choice=1)])
-            accepted.tokens(epoch, [row(entry, 1 if entry is whole else 0, choice=1)])
+            accepted.add(entry, token(1 if entry is whole else 0, choice=1))
     assert set(sent) == {streamed, silent, whole, late}
     assert streamed.drawn() == (DrawnTokens([100, 101]), DrawnTokens([100]))
 
@@ -127,29 +99,29 @@ def test_an_engines_death_ends_nothing_and_the_next_one_goes_on_after_the_tokens
 def test_log_probs_and_the_ids_of_calls_are_kept_with_the_tokens() -> None:
     accepted = AcceptedRequests(8)
     entry = accepted.accept(ask(logprobs=1), 0.0, is_streamed=True)
-    epoch = up(accepted)
+    accepted.engine_up()
     accepted.due()
     calls = (
         ToolCallDelta(index=0, id="a", name="f"),
         ToolCallDelta(index=0, arguments="{}"),
         ToolCallDelta(index=1, id="b"),
     )
-    accepted.tokens(epoch, [TokenRow(entry.id, 0, 0, 7, "x", -0.5, {7: -0.5}, "", calls)])
+    accepted.add(entry, Token(text="x", token_id=7, index=0, logprob=-0.5, top={7: -0.5}, tool_calls=calls))
     accepted.lose(1.0)
     assert entry.drawn() == (DrawnTokens([7], [(-0.5, {7: -0.5})], ["a", "b"]),)
-    epoch = up(accepted)
+    accepted.engine_up()
     accepted.due()
-    with pytest.raises(LinkError):
-        accepted.tokens(epoch, [row(entry, 1)])  # without its log-prob the next engine could not go on
+    with pytest.raises(MalformedMessage):
+        accepted.add(entry, token(1))  # without its log-prob the next engine could not go on
 
 
 def test_a_stream_that_gets_on_with_each_engine_outlives_several_and_not_any_number() -> None:
     accepted = AcceptedRequests(8)
     entry = accepted.accept(ask(), 0.0, is_streamed=True)
     for index in range(MAX_DEATHS):
-        epoch = up(accepted)
+        accepted.engine_up()
         assert accepted.due() == [entry]
-        accepted.tokens(epoch, [row(entry, index)])
+        accepted.add(entry, token(index))
         ended = accepted.lose(1.0)
         assert bool(ended) is (index == MAX_DEATHS - 1)
     [(_, error)] = ended
@@ -159,9 +131,9 @@ def test_a_stream_that_gets_on_with_each_engine_outlives_several_and_not_any_num
 def test_a_stream_whose_time_passes_without_an_engine_says_how_much_was_delivered() -> None:
     accepted = AcceptedRequests(8)
     entry = accepted.accept(ask(deadline_s=5.0), 0.0, is_streamed=True)
-    accepted.tokens(up(accepted), [])
+    accepted.engine_up()
     accepted.due()
-    accepted.tokens(accepted.epoch, [row(entry, 0)])
+    accepted.add(entry, token(0))
     assert accepted.lose(1.0) == []
     assert accepted.expired(5.0) == [entry]
     error = entry.too_late("late")
@@ -171,7 +143,7 @@ def test_a_stream_whose_time_passes_without_an_engine_says_how_much_was_delivere
 def test_a_deadline_that_passed_is_not_replayed_and_one_that_remains_is() -> None:
     accepted = AcceptedRequests(8)
     short, long = accepted.accept(ask("a", deadline_s=1.0), 10.0), accepted.accept(ask("b", deadline_s=9.0), 10.0)
-    up(accepted)
+    accepted.engine_up()
     accepted.due()
     assert errors(accepted.lose(11.0)) == {short.id: DeadlineExceeded}
     assert long in accepted
@@ -182,7 +154,7 @@ def test_deadlines_are_kept_without_an_engine_and_with_one_that_is_silent() -> N
     entry = accepted.accept(ask(deadline_s=1.0), 10.0)
     assert accepted.expired(10.9) == []
     assert accepted.expired(11.0) == [entry]
-    up(accepted)
+    accepted.engine_up()
     accepted.due()
     assert accepted.expired(11.0) == []  # the engine says it, with what it has
     assert accepted.expired(11.0 + DEADLINE_GRACE_S) == [entry]
@@ -196,7 +168,7 @@ def test_a_wait_for_an_engine_is_bounded_each_time_and_work_is_not() -> None:
     own = accepted.accept(ask(deadline_s=100.0), 10.0, wait_s=5.0)
     assert own.wait_s is None, "a caller's own deadline counts in its place"
     assert accepted.expired(14.9) == [] and accepted.expired(15.0) == [entry]
-    up(accepted)
+    accepted.engine_up()
     accepted.due()
     assert accepted.expired(90.0) == []
     accepted.lose(90.0)
@@ -206,24 +178,24 @@ def test_a_wait_for_an_engine_is_bounded_each_time_and_work_is_not() -> None:
 def test_suspects_are_sent_one_at_a_time_the_likeliest_first_and_innocents_live() -> None:
     accepted = AcceptedRequests(8)
     begun, first, poison, last = (accepted.accept(ask(p), 0.0) for p in "abpc")
-    epoch = up(accepted)
+    accepted.engine_up()
     accepted.due()
-    accepted.tokens(epoch, [row(begun, 0)])
+    accepted.add(begun, token(0))
     assert accepted.lose(1.0) == []
-    epoch = up(accepted)
+    accepted.engine_up()
     fresh = accepted.accept(ask("fresh"), 1.0)
     assert accepted.due() == [fresh, last]
     assert accepted.due() == []
-    accepted.tokens(epoch, [row(last, 0)])
+    accepted.add(last, token(0))
     assert accepted.due() == [poison]
-    accepted.final(epoch, last.id)
+    accepted.drop(last)
     assert errors(accepted.lose(2.0)) == {poison.id: EngineLost}
-    epoch = up(accepted)
+    accepted.engine_up()
     # Never sent again, they are not to blame for the second death.
     order = []
     while suspects := accepted.due():
         order += suspects
-        accepted.final(epoch, suspects[-1].id)
+        accepted.drop(suspects[-1])
     assert order == [first, begun, fresh]
     assert {entry.deaths for entry in order} == {1}
 
@@ -232,7 +204,7 @@ def test_poison_is_refused_for_a_while_and_nothing_else_is() -> None:
     accepted = AcceptedRequests(8)
     accepted.accept(ask("p", temperature=1.0, deadline_s=9.0, seed=7), 0.0)  # clients draw the seed
     for now in (1.0, 2.0):
-        up(accepted)
+        accepted.engine_up()
         assert len(accepted.due()) == 1
         ended = accepted.lose(now)
     assert len(ended) == 1
@@ -248,18 +220,18 @@ def test_poison_is_refused_for_a_while_and_nothing_else_is() -> None:
 def test_a_request_that_gets_on_and_loses_its_engine_to_another_one_goes_on() -> None:
     accepted = AcceptedRequests(8)
     poison, entry = accepted.accept(ask("p"), 0.0), accepted.accept(ask("a"), 0.0)
-    up(accepted)
+    accepted.engine_up()
     accepted.due()
     accepted.lose(1.0)
-    epoch = up(accepted)
+    accepted.engine_up()
     assert accepted.due() == [entry]
-    accepted.tokens(epoch, [row(entry, 0)])
+    accepted.add(entry, token(0))
     assert accepted.due() == [poison]
     assert errors(accepted.lose(2.0)) == {poison.id: EngineLost}
     accepted.accept(ask("a"), 3.0)
     with pytest.raises(EngineLost):
         accepted.accept(ask("p"), 3.0)
-    up(accepted)
+    accepted.engine_up()
     assert entry in accepted.due() and entry.drawn() == (DrawnTokens([100]),)
 
 
@@ -268,7 +240,7 @@ def test_only_so_many_kinds_of_poison_are_remembered() -> None:
     for number in range(MAX_POISONS + 1):
         accepted.accept(ask(str(number)), 0.0)
         for _ in range(2):
-            up(accepted)
+            accepted.engine_up()
             accepted.due()
             accepted.lose(0.0)
     accepted.accept(ask("0"), 0.0)
@@ -328,27 +300,22 @@ class AnyEngine(RuleBasedStateMachine):
         self.sent.clear()
 
     @precondition(lambda self: self.sent)
-    @rule(data=st.data(), stale=st.booleans())
-    def token(self, data: st.DataObject, stale: bool) -> None:
+    @rule(data=st.data())
+    def token(self, data: st.DataObject) -> None:
         request_id = data.draw(st.sampled_from(sorted(self.sent)))
         choice = data.draw(st.integers(0, 1))
         index = self.sent[request_id].get(choice, 0)
-        token = TokenRow(request_id, choice, index, 7, "x", None)
-        delivered = self.accepted.tokens(self.accepted.epoch - stale, [token])
-        assert bool(delivered) is (not stale and request_id in self.streamed)
-        if not stale:
-            self.sent[request_id][choice] = index + 1
-            self.seen[request_id] += [(choice, index)]
+        assert self.accepted.add(self.open[request_id], token(index, choice)) is (request_id in self.streamed)
+        self.sent[request_id][choice] = index + 1
+        self.seen[request_id] += [(choice, index)]
         self.send()
 
     @precondition(lambda self: self.sent)
-    @rule(data=st.data(), stale=st.booleans())
-    def final(self, data: st.DataObject, stale: bool) -> None:
-        request_id = data.draw(st.sampled_from(sorted(self.sent)))
-        entry = self.accepted.final(self.accepted.epoch - stale, request_id)
-        assert (entry is None) is stale
-        if entry is not None:
-            self.end(entry)
+    @rule(data=st.data())
+    def final(self, data: st.DataObject) -> None:
+        entry = self.open[data.draw(st.sampled_from(sorted(self.sent)))]
+        assert self.accepted.drop(entry)
+        self.end(entry)
         self.send()
 
     @precondition(lambda self: self.open)

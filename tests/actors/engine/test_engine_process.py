@@ -20,8 +20,8 @@ from genbatch.actors.engine.child_process import (
     StopNow,
     Unjoined,
 )
-from genbatch.actors.engine.engine_process import EngineProcess, EngineSession
-from genbatch.actors.engine.engine_wire import FrameStream
+from genbatch.actors.engine.engine_process import EngineProcess
+from genbatch.actors.engine.link import EngineSession, FrameStream
 from genbatch.nif.errors import ModelError
 from genbatch.proto.messages import Models
 

@@ -12,19 +12,14 @@ from trio.testing import MockClock
 
 from genbatch.actors.batcher.messages import Embed, Embedded, Generate
 from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.engine import engine_process
+from genbatch.actors.engine import link as link_module
 from genbatch.actors.engine.child_process import Join
-from genbatch.actors.engine.engine_process import EngineSession
-from genbatch.actors.engine.engine_wire import FrameStream, Submit, Tokens, encode_frame
-from genbatch.actors.engine.open_questions import HEALTH_WAIT_S
-from genbatch.actors.engine.remote_batcher import (
-    CANCEL_GRACE_S,
-    TICK_S,
-    EngineConnections,
-    RemoteBatcher,
-)
+from genbatch.actors.engine.link import EngineSession, FrameStream
+from genbatch.actors.engine.remote_batcher import CANCEL_GRACE_S, HEALTH_WAIT_S, TICK_S, RemoteBatcher
 from genbatch.actors.runtime.actor import NOREPLY, ActorRef, Down, From, GenServer, Monitor, reply, reply_error, start
+from genbatch.actors.runtime.errors import CallTimeout
 from genbatch.actors.service.processes import Joint
+from genbatch.proto.codec import encode
 from genbatch.proto.drawn import DrawnTokens
 from genbatch.proto.errors import (
     Cancelled,
@@ -54,6 +49,13 @@ from genbatch.proto.messages import (
     TokenizeRequest,
     ToolCallDelta,
     Usage,
+)
+from genbatch.proto.rpc import (
+    CallAnswered,
+    ClientConnection,
+    TokensReceived,
+    notification,
+    tokens_message,
 )
 
 CARD = ModelCard(
@@ -98,6 +100,8 @@ class Scripted(GenServer):
             status="ready", steps=3, requests_running=1, requests_waiting=0, stalled_s=0.0
         )
         self.drained: float | None = None
+        self.num_stats = 0
+        self.holds_stats: trio.Event | None = None
         self._monitors: dict[Monitor, str] = {}
 
     async def handle_call(self, request: Any, from_: From[Any]) -> Any:
@@ -116,7 +120,11 @@ class Scripted(GenServer):
             case HealthRequest():
                 return NOREPLY if self.health is None else self.health
             case StatsRequest():
-                return {"steps": 3, "finished": {"stop": 1}}
+                self.num_stats += 1
+                asked = self.num_stats
+                if self.holds_stats is not None:
+                    await self.holds_stats.wait()
+                return {"steps": 3, "finished": {"stop": 1}, "asked": asked}
             case TokenizeRequest(prompt="hold"):
                 return NOREPLY
             case TokenizeRequest(prompt="refused"):
@@ -172,10 +180,14 @@ class Bench:
         self.side: EngineSide
 
     async def open(self) -> None:
-        self.ref = await start(self.nursery, self.link)
-        host = EngineConnections(self.ref)
-        await self.nursery.start(host.run)
-        await self.joint.gateway_is_ready(host)
+        self.running = trio.CancelScope()
+
+        async def run(task_status: trio.TaskStatus[None]) -> None:
+            with self.running:
+                await self.link.run(task_status=task_status)
+
+        await self.nursery.start(run)
+        await self.joint.gateway_is_ready(self.link)
 
     async def engine_comes(self) -> None:
         self.engine = Scripted()
@@ -206,7 +218,7 @@ class Bench:
             )
             with scope:
                 try:
-                    self.ends[prompt] = await self.ref.call(message, timeout=None)
+                    self.ends[prompt] = await self.link.call(message, timeout=None)
                 except GenbatchError as error:
                     self.ends[prompt] = error
 
@@ -333,19 +345,19 @@ async def test_a_request_that_cannot_be_sent_is_refused_and_hurts_no_other(bench
 @pytest.mark.trio
 async def test_the_other_calls_cross_and_stats_tell_of_engines(bench: Bench, mock_clock: MockClock) -> None:
     await bench.engine_comes()
-    assert await bench.ref.call(TokenizeRequest(prompt="x")) == TokenIds(token_ids=[1, 2])
-    assert await bench.ref.call(DetokenizeRequest(token_ids=[1])) == Text(text="12")
-    assert await bench.ref.call(ModelsRequest()) == Models(models=(CARD,))
-    stats = await bench.ref.call(StatsRequest(), control=True)
+    assert await bench.link.call(TokenizeRequest(prompt="x")) == TokenIds(token_ids=[1, 2])
+    assert await bench.link.call(DetokenizeRequest(token_ids=[1])) == Text(text="12")
+    assert await bench.link.call(ModelsRequest()) == Models(models=(CARD,))
+    stats = await bench.link.call(StatsRequest(), control=True)
     assert (stats["steps"], stats["finished"]) == (3, {"stop": 1})
     assert (stats["engine_restarts"], stats["requests_replayed"], stats["requests_lost"]) == (0, 0, 0)
     with pytest.raises(InvalidRequest):
-        await bench.ref.call(TokenizeRequest(prompt="\ud800"))
+        await bench.link.call(TokenizeRequest(prompt="\ud800"))
     heard = trio.Event()
 
     async def ask() -> None:
         with pytest.raises(InvalidRequest, match="the model's own reason"):
-            await bench.ref.call(TokenizeRequest(prompt="refused"), timeout=None)
+            await bench.link.call(TokenizeRequest(prompt="refused"), timeout=None)
         heard.set()
 
     bench.nursery.start_soon(ask)
@@ -353,10 +365,9 @@ async def test_the_other_calls_cross_and_stats_tell_of_engines(bench: Bench, moc
 
 
 def test_every_field_of_a_generate_call_is_sent_or_is_known_to_stay() -> None:
-    sent = {"request", "client", "request_id", "beam_width", "drawn"}
+    sent = set(link_module.EngineWork.__struct_fields__) - {"streams"} | {"drawn"}  # an option of the stream
     stays = {"on_token", "shows", "tag", "keep"}  # become `streams`; for programs that run the Batcher themselves
-    # The engine's end sets the one: this end has validated the request. This end sets the other after a death.
-    over_there = {"is_validated", "is_admitted"}
+    over_there = {"is_validated"}  # the engine's end sets it: this end has validated the request
     assert {field.name for field in fields(Generate)} == sent | stays | over_there
 
 
@@ -371,7 +382,7 @@ async def test_a_caller_that_leaves_cancels_its_request_over_there(bench: Bench,
     await until(lambda: bench.engine.left == ["go"])
     assert len(bench.link.accepted) == 0
     work.emit("b")  # on its way when the caller left
-    await until(lambda: not bench.link._callers)
+    await until(lambda: not bench.link._calls)
     bench.link.accepted.check_integrity()
 
 
@@ -382,7 +393,7 @@ async def test_a_callers_own_fault_ends_its_request_only(bench: Bench, mock_cloc
 
     async def call() -> None:
         try:
-            await bench.ref.call(Generate(GenerateRequest(prompt="bad"), lambda token: 1 / 0), timeout=None)
+            await bench.link.call(Generate(GenerateRequest(prompt="bad"), lambda token: 1 / 0), timeout=None)
         except GenbatchError as error:
             ends.append(error)
 
@@ -407,7 +418,7 @@ async def test_texts_cross_and_are_asked_again_of_a_new_engine(
 
     async def ask(call: Embed) -> None:
         try:
-            ends.append(await bench.ref.call(call, timeout=None))
+            ends.append(await bench.link.call(call, timeout=None))
         except GenbatchError as error:
             ends.append(error)
 
@@ -425,7 +436,7 @@ async def test_texts_cross_and_are_asked_again_of_a_new_engine(
     reply(from_, Embedded(vectors=[b"1234", b"5678"], prompt_tokens=2))
     await until(lambda: ends)
     assert ends == [Embedded(vectors=[b"1234", b"5678"], prompt_tokens=2)]
-    assert (await bench.ref.call(StatsRequest()))["requests_replayed"] == 1
+    assert (await bench.link.call(StatsRequest()))["requests_replayed"] == 1
     bench.link.accepted.check_integrity()
 
 
@@ -466,7 +477,7 @@ async def test_finals_and_replays_follow_an_engines_death(bench: Bench, mock_clo
     for prompt in ("streamed", "whole", "meanwhile"):
         assert (await bench.end_of(prompt)).text == "all"
     assert [(token.index, token.text) for token in bench.tokens["streamed"]] == [(0, "a"), (1, "b"), (2, "c")]
-    stats = await bench.ref.call(StatsRequest())
+    stats = await bench.link.call(StatsRequest())
     assert (stats["engine_restarts"], stats["requests_replayed"], stats["requests_lost"]) == (1, 2, 0)
 
 
@@ -477,7 +488,7 @@ async def test_questions_end_with_the_engine_that_was_asked(bench: Bench, mock_c
 
     async def ask() -> None:
         with pytest.raises(Unavailable) as caught:
-            await bench.ref.call(TokenizeRequest(prompt="hold"), timeout=None)
+            await bench.link.call(TokenizeRequest(prompt="hold"), timeout=None)
         errors.append(caught.value)
 
     bench.nursery.start_soon(ask)
@@ -508,17 +519,17 @@ async def test_a_batchers_last_breath_does_not_end_what_can_be_replayed(bench: B
 async def test_without_an_engine_questions_are_answered_and_the_queue_has_a_bound(
     bench: Bench, mock_clock: MockClock
 ) -> None:
-    assert (await bench.ref.call(HealthRequest(), control=True)).status == "down"
+    assert (await bench.link.call(HealthRequest(), control=True)).status == "down"
     with pytest.raises(Unavailable):
-        await bench.ref.call(ModelsRequest())
+        await bench.link.call(ModelsRequest())
     await bench.engine_comes()
-    assert (await bench.ref.call(HealthRequest(), control=True)) == bench.engine.health
+    assert (await bench.link.call(HealthRequest(), control=True)) == bench.engine.health
     await bench.engine_dies()
-    health = await bench.ref.call(HealthRequest(), control=True)
+    health = await bench.link.call(HealthRequest(), control=True)
     assert health.status == "down"
-    assert await bench.ref.call(ModelsRequest()) == Models(models=(CARD,))
+    assert await bench.link.call(ModelsRequest()) == Models(models=(CARD,))
     with pytest.raises(Unavailable) as refused:
-        await bench.ref.call(TokenizeRequest(prompt="x"))
+        await bench.link.call(TokenizeRequest(prompt="x"))
     assert refused.value.retry_after_ms
     for number in range(4):  # n_parallel + max_queue
         bench.ask(f"waits {number}")
@@ -584,14 +595,14 @@ async def test_health_is_that_of_now_and_the_last_known_where_the_engine_does_no
     bench: Bench, mock_clock: MockClock
 ) -> None:
     await bench.engine_comes()
-    before = await bench.ref.call(HealthRequest(), control=True)
+    before = await bench.link.call(HealthRequest(), control=True)
     bench.engine.health = msgspec.structs.replace(before, steps=4, requests_running=0)
-    assert (await bench.ref.call(HealthRequest(), control=True)).steps == 4  # no beat has come in between
+    assert (await bench.link.call(HealthRequest(), control=True)).steps == 4  # no beat has come in between
     bench.engine.health = None
     answers: list[Health] = []
 
     async def ask() -> None:
-        answers.append(await bench.ref.call(HealthRequest(), control=True))
+        answers.append(await bench.link.call(HealthRequest(), control=True))
 
     bench.nursery.start_soon(ask)
     await settle()
@@ -626,7 +637,7 @@ async def test_an_engine_that_does_not_get_on_is_to_be_killed(how: str, bench: B
         await settle()
     assert len(bench.hung) == 1 and "no progress" in bench.hung[0]
     assert how == "stalled" or waited > OPTIONS.stall_s
-    assert (await bench.ref.call(HealthRequest(), control=True)).status == "stuck"
+    assert (await bench.link.call(HealthRequest(), control=True)).status == "stuck"
     bench.ask("meanwhile")
     await settle()
     assert "meanwhile" not in bench.engine.work
@@ -654,11 +665,12 @@ async def test_an_engine_that_is_busy_or_idle_for_long_is_left_alone(bench: Benc
     "frame",
     [
         b"\xc1 no msgpack",
-        encode_frame([[9, 1]]),
-        encode_frame([Tokens([(1, 0, 5, 7, "x", None)])]),
-        encode_frame([Tokens([(1, 0, True, 7, "x", None)])]),
+        encode([9, 1]),
+        tokens_message([[1, 5, 7, "x"]]),
+        tokens_message([[1, 0, True, "x"]]),
+        notification("health", {"status": "well"}),
     ],
-    ids=["bytes", "no message", "a gap", "a type"],
+    ids=["bytes", "no message", "a gap", "a type", "no health"],
 )
 async def test_an_engine_that_talks_nonsense_is_to_be_killed(frame: bytes, bench: Bench, mock_clock: MockClock) -> None:
     await bench.engine_comes()
@@ -681,7 +693,7 @@ async def test_an_engine_that_talks_nonsense_is_to_be_killed(frame: bytes, bench
 async def test_a_gateway_that_reads_nothing_does_not_hold_up_a_step(
     monkeypatch: pytest.MonkeyPatch, mock_clock: MockClock, nursery: trio.Nursery
 ) -> None:
-    monkeypatch.setattr(engine_process, "MAX_BACKLOG", 64)
+    monkeypatch.setattr(link_module, "MAX_BACKLOG", 64)
     batcher = Scripted()
     ours, theirs = socket.socketpair()
     ended = trio.Event()
@@ -694,7 +706,8 @@ async def test_a_gateway_that_reads_nothing_does_not_hold_up_a_step(
     nursery.start_soon(serve)
     with ours:
         gateway = FrameStream(ours.dup())
-        await gateway.send(encode_frame([Submit(1, GenerateRequest(prompt="go"), "c", "", 1, True)]))
+        work = link_module.EngineWork(request=GenerateRequest(prompt="go"), client="c", streams=True)
+        await gateway.send(ClientConnection(limits=None).request("generate", work)[1])
         await until(lambda: "go" in batcher.work)
         given = 0
         while not ended.is_set():
@@ -707,22 +720,96 @@ async def test_a_gateway_that_reads_nothing_does_not_hold_up_a_step(
 
 
 @pytest.mark.trio
-async def test_what_has_waited_for_an_engine_is_sent_in_parts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A frame is a copy of all that it tells."""
-    monkeypatch.setattr("genbatch.actors.engine.remote_batcher.MESSAGES_A_FRAME", 2)
-    sent: list[int] = []
-
-    def count(messages: list[Any]) -> bytes:
-        sent.append(len(messages))
-        return encode_frame(messages)
-
-    monkeypatch.setattr("genbatch.actors.engine.remote_batcher.encode_frame", count)
-    for prompt in "abc":
-        bench.ask(prompt)
-    await until(lambda: len(bench.link.accepted) == 3)
+async def test_messages_of_an_engine_that_is_gone_are_dropped(bench: Bench, mock_clock: MockClock) -> None:
     await bench.engine_comes()
-    await bench.working("a", "b", "c")
-    assert sent == [2, 1]
+    bench.ask("go", streams=True)
+    await bench.working("go")
+    gone = bench.link._connection
+    assert gone is not None
+    await bench.engine_dies()
+    await bench.engine_comes()
+    [again] = await bench.working("go")
+    [msgid] = bench.link._calls
+    token = Token(text="late", token_id=1, index=0)
+    for event in (TokensReceived([(msgid, token)]), CallAnswered(msgid, {}), None):
+        bench.link._hear(gone, event)
+    assert not bench.tokens["go"] and not bench.ends and bench.link.accepted.is_up
+    again.finish()
+    assert (await bench.end_of("go")).text == "all"
+
+
+@pytest.mark.trio
+async def test_callers_who_ask_for_the_counters_at_once_share_one_question(bench: Bench, mock_clock: MockClock) -> None:
+    await bench.engine_comes()
+    bench.engine.holds_stats = trio.Event()
+    answers: list[int] = []
+
+    async def ask() -> None:
+        answers.append((await bench.link.call(StatsRequest(), timeout=None))["asked"])
+
+    bench.nursery.start_soon(ask)
+    await until(lambda: bench.engine.num_stats == 1)
+    for _ in range(5):
+        bench.nursery.start_soon(ask)
+    leaves = trio.CancelScope()
+
+    async def leave() -> None:
+        with leaves:
+            await ask()
+
+    bench.nursery.start_soon(leave)
+    await settle()
+    leaves.cancel()
+    bench.engine.holds_stats.set()
+    await until(lambda: len(answers) == 6)
+    # Callers that come during a question hear of nothing older than their call.
+    assert answers == [1, 2, 2, 2, 2, 2] and bench.engine.num_stats == 2
+
+
+@pytest.mark.trio
+async def test_a_call_that_takes_too_long_is_given_up(bench: Bench, mock_clock: MockClock) -> None:
+    await bench.engine_comes()
+    gave_up = trio.Event()
+
+    async def ask() -> None:
+        with pytest.raises(CallTimeout):
+            await bench.link.call(TokenizeRequest(prompt="hold"), timeout=3.0)
+        gave_up.set()
+
+    bench.nursery.start_soon(ask)
+    await until(lambda: bench.link._calls)
+    mock_clock.jump(3.0)
+    await until(gave_up.is_set)
+    assert not bench.link._calls
+
+
+@pytest.mark.trio
+async def test_a_link_that_stops_ends_every_call(bench: Bench, mock_clock: MockClock) -> None:
+    await bench.engine_comes()
+    bench.ask("go")
+    await bench.working("go")
+    errors: list[GenbatchError] = []
+
+    async def ask() -> None:
+        try:
+            await bench.link.call(TokenizeRequest(prompt="hold"), timeout=None)
+        except GenbatchError as error:
+            errors.append(error)
+
+    bench.nursery.start_soon(ask)
+    await until(lambda: len(bench.link._calls) == 2)
+    bench.running.cancel()
+    assert isinstance(await bench.end_of("go"), Unavailable)
+    await until(lambda: errors)
+    assert isinstance(errors[0], Unavailable)
+    with pytest.raises(Unavailable):
+        await bench.link.call(Generate(GenerateRequest(prompt="late")))
+    bench.side.scope = trio.CancelScope()
+    await bench.open()  # as a supervisor starts it again
+    bench.ask("anew")
+    [work] = await bench.working("anew")
+    work.finish()
+    assert (await bench.end_of("anew")).text == "all"
 
 
 @pytest.mark.trio
@@ -753,13 +840,13 @@ async def test_a_drain_refuses_what_is_new_and_waits_for_what_is_open(bench: Ben
     drained: list[Drained] = []
 
     async def drain() -> None:
-        drained.append(await bench.ref.call(DrainRequest(timeout_s=30.0), timeout=None))
+        drained.append(await bench.link.call(DrainRequest(timeout_s=30.0), timeout=None))
 
     bench.nursery.start_soon(drain)
-    await until(lambda: bench.link._draining.has_begun)
+    await until(lambda: bench.link.is_draining)
     bench.ask("new")
     assert isinstance(await bench.end_of("new"), Unavailable)
-    assert (await bench.ref.call(HealthRequest(), control=True)).status == "draining"
+    assert (await bench.link.call(HealthRequest(), control=True)).status == "draining"
     assert not drained
     work.finish()
     await until(lambda: drained)
@@ -776,10 +863,10 @@ async def test_a_drain_cancels_what_does_not_end_in_time(bench: Bench, mock_cloc
     drained: list[Drained] = []
 
     async def drain() -> None:
-        drained.append(await bench.ref.call(DrainRequest(timeout_s=3.0), timeout=None))
+        drained.append(await bench.link.call(DrainRequest(timeout_s=3.0), timeout=None))
 
     bench.nursery.start_soon(drain)
-    await until(lambda: bench.link._draining.has_begun)
+    await until(lambda: bench.link.is_draining)
     mock_clock.jump(3.0)
     await until(lambda: bench.engine.drained == 0.0)
     listens.finish("what there was")
@@ -793,16 +880,16 @@ async def test_a_drain_cancels_what_does_not_end_in_time(bench: Bench, mock_cloc
 
 @pytest.mark.trio
 async def test_stats_without_an_engine_are_the_links_own(bench: Bench, mock_clock: MockClock) -> None:
-    assert (await bench.ref.call(StatsRequest()))["engine"] == "down"
+    assert (await bench.link.call(StatsRequest()))["engine"] == "down"
     await bench.engine_comes()
-    assert (await bench.ref.call(StatsRequest()))["engine"] == "up"
+    assert (await bench.link.call(StatsRequest()))["engine"] == "up"
     bench.ask("whole")
     bench.ask("streamed", streams=True)
     _, streamed = await bench.working("whole", "streamed")
     streamed.emit("a")
     await until(lambda: bench.tokens["streamed"])
     await bench.engine_dies()
-    stats = await bench.ref.call(StatsRequest())
+    stats = await bench.link.call(StatsRequest())
     assert (stats["engine"], stats["model"], stats["engine_restarts"]) == ("down", "m", 0)
     assert (stats["requests_open"], stats["requests_replayed"], stats["requests_lost"]) == (2, 2, 0)
     assert "steps" not in stats
