@@ -26,6 +26,8 @@ CALLS = {
     "bash": {"command": COMMAND, "description": "Makes a file"},  # opencode
     "run": {"command": COMMAND},  # llm
 }
+# What an agent's program without tools reads as an edit of a file: aider's form "whole".
+EDIT = f"{PROOF}\n```\n{ANSWER}\n```\n"
 END = "<|end|>"
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -35,6 +37,7 @@ TEMPLATE = (
     "{% if tool.function.name in [" + ", ".join(f"'{name}'" for name in CALLS) + "] %}"
     "{% set part.begin = '<|ask ' + tool.function.name + '|>' %}{% endif %}{% endfor %}"
     "{% for message in messages %}<|start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "{% if '*file listing*' in (message['content'] or '') %}{% set part.begin = '<|edit|>' %}{% endif %}"
     "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
     "{% if message['role'] == 'tool' %}{% set part.begin = '<|tell|>' %}{% endif %}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{{ part.begin }}{% endif %}"
@@ -43,7 +46,7 @@ TEMPLATE = (
 
 def _script() -> dict[str, str]:
     """What follows what."""
-    steps = {"<|tell|>": ANSWER, ANSWER: END}
+    steps = {"<|tell|>": ANSWER, ANSWER: END, "<|edit|>": EDIT, EDIT: END}
     for name, arguments in CALLS.items():
         call = "<tool_call>\n" + json.dumps({"name": name, "arguments": arguments}) + "\n</tool_call>"
         steps |= {f"<|ask {name}|>": call, call: END}

@@ -32,6 +32,7 @@ FILES = {
     "codex": (f"{_NPM}/.bin/codex", f"{_NPM}/@openai/codex/package.json"),
     "opencode": (f"{_NPM}/.bin/opencode", f"{_NPM}/opencode-ai/package.json"),
     "llm": ("bin/llm", ""),
+    "aider-chat": ("aider/bin/aider", "aider/bin/python"),
     "litellm-proxy": ("bin/litellm", ""),
 }
 # These programs call home otherwise; only loopback is reached here.
@@ -162,6 +163,25 @@ def _(url: str, folder: Path) -> None:
         assert said.strip().endswith(ANSWER), said
 
 
+# aider
+
+
+@tries("aider-chat", "an edit, a test that fails, and the edit that the failure asks for; streamed and whole")
+def _(url: str, folder: Path) -> None:
+    test = "test -e tested || { touch tested; echo it is wrong; exit 1; }"
+    for stream in ("--stream", "--no-stream"):
+        with home(OPENAI_API_BASE=url, OPENAI_API_KEY="none") as (work, environment):
+            said = run(
+                work, environment, str(folder / FILES["aider-chat"][0]), "--model", "openai/model", "--message", ASKED,
+                "--edit-format", "whole", "--yes-always", "--no-git", "--no-check-update", "--analytics-disable",
+                "--no-show-model-warnings", "--no-show-release-notes", "--no-pretty", "--no-fancy-input", stream,
+                "--auto-test", "--test-cmd", test, "--map-tokens", "0",
+            )  # fmt: skip
+            assert (work / PROOF).read_text().strip() == ANSWER, said
+            assert (work / "tested").exists() and "it is wrong" in said, said
+            assert said.count("Applied edit to") == 2, said
+
+
 # LiteLLM's proxy
 
 
@@ -243,7 +263,10 @@ def main(agent: str, url: str, folder: Path) -> None:
             passed.append(what)
         except Exception:
             failed[what] = traceback.format_exc()[-4000:]
-    if FILES[agent][1]:
+    if FILES[agent][1].endswith("python"):
+        code = f"import importlib.metadata as m; print(m.version({agent!r}))"
+        version = subprocess.check_output([str(folder / FILES[agent][1]), "-c", code], text=True).strip()
+    elif FILES[agent][1]:
         version = json.loads((folder / FILES[agent][1]).read_text())["version"]
     else:
         from importlib.metadata import version as version_of
