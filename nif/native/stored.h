@@ -49,46 +49,47 @@ typedef struct {
     float factor; /* of a scale made of d and a byte; a power of two */
 } stored_type;
 
-#define NO_TYPE {0, 0, 0, false, false, 0, LINEAR, HALF, 1}
+#define OF(scale_factor, ...) ((stored_type){.factor = scale_factor, __VA_ARGS__})
 
 ALWAYS_INLINE stored_type stored_type_of(const int kind)
 {
     switch (kind) {
     case WEIGHT_F16:
-    case WEIGHT_WIDE: return (stored_type){1, 16, 0, false, false, 0, LINEAR, HALF, 1};
-    case WEIGHT_Q4_0: return (stored_type){32, 4, 0, false, false, 8, LINEAR, HALF, 1};
-    case WEIGHT_Q4_1: return (stored_type){32, 4, 0, true, false, 0, LINEAR, TWO_HALVES, 1};
-    case WEIGHT_Q5_0: return (stored_type){32, 5, 0, false, false, 16, LINEAR, HALF, 1};
-    case WEIGHT_Q5_1: return (stored_type){32, 5, 0, true, false, 0, LINEAR, TWO_HALVES, 1};
-    case WEIGHT_Q8_0: return (stored_type){32, 8, 0, false, false, 128, LINEAR, HALF, 1};
-    case WEIGHT_Q2_K: return (stored_type){256, 2, 16, true, true, 0, LINEAR, TWO_HALVES, 1};
-    case WEIGHT_Q3_K: return (stored_type){256, 3, 16, false, false, 4, LINEAR, HALF, 1};
-    case WEIGHT_Q4_K: return (stored_type){256, 4, 32, true, false, 0, LINEAR, TWO_HALVES, 1};
-    case WEIGHT_Q5_K: return (stored_type){256, 5, 32, true, false, 0, LINEAR, TWO_HALVES, 1};
-    case WEIGHT_Q6_K: return (stored_type){256, 6, 16, false, false, 32, LINEAR, HALF, 1};
-    case WEIGHT_IQ4_NL: return (stored_type){32, 4, 0, false, false, 0, IQ4_LEVELS, HALF, 1};
-    case WEIGHT_IQ4_XS: return (stored_type){256, 4, 32, false, false, 0, IQ4_LEVELS, HALF, 1};
-    case WEIGHT_G4_32: return (stored_type){32, 4, 0, true, false, 0, LINEAR, WIDE_HEAD, 1};
-    case WEIGHT_G4_64: return (stored_type){64, 4, 0, true, false, 0, LINEAR, WIDE_HEAD, 1};
-    case WEIGHT_G4_128: return (stored_type){128, 4, 0, true, false, 0, LINEAR, WIDE_HEAD, 1};
-    case WEIGHT_G8_32: return (stored_type){32, 8, 0, true, false, 0, LINEAR, WIDE_HEAD, 1};
-    case WEIGHT_G8_128: return (stored_type){128, 8, 0, true, false, 0, LINEAR, WIDE_HEAD, 1};
-    case WEIGHT_IQ1_S: return (stored_type){256, 2, 32, true, false, 0, LINEAR, TWO_HALVES, 1};
-    case WEIGHT_TQ1_0: return (stored_type){256, 2, 0, false, false, 1, LINEAR, HALF, 1};
-    case WEIGHT_TQ2_0: return (stored_type){256, 2, 0, false, false, 1, LINEAR, HALF, 1};
-    case WEIGHT_MXFP4: return (stored_type){32, 4, 0, false, false, 0, E2M1_LEVELS, E8M0, 1};
-    case WEIGHT_NVFP4: return (stored_type){64, 4, 16, false, false, 0, E2M1_LEVELS, NO_HEAD, 0.5f};
-    case WEIGHT_IQ1_M: return (stored_type){256, 3, 16, false, false, 0, IQ1_LEVELS, HALF, 0.125f};
-    case WEIGHT_IQ2_XXS: return (stored_type){256, 3, 32, false, false, 0, IQ2_LEVELS, HALF, 0.125f};
-    case WEIGHT_IQ2_XS: return (stored_type){256, 3, 16, false, false, 0, IQ2_LEVELS, HALF, 0.125f};
-    case WEIGHT_IQ2_S: return (stored_type){256, 3, 16, false, false, 0, IQ2_LEVELS, HALF, 0.125f};
-    case WEIGHT_IQ3_XXS: return (stored_type){256, 4, 32, false, false, 0, IQ3_LEVELS, HALF, 0.25f};
-    case WEIGHT_IQ3_S: return (stored_type){256, 4, 32, false, false, 0, ODD_LEVELS, HALF, 1};
-    case WEIGHT_N4_32: return (stored_type){32, 4, 16, false, false, 0, E2M1_LEVELS, FLOAT, 0.5f};
-    case WEIGHT_N4_128: return (stored_type){128, 4, 16, false, false, 0, E2M1_LEVELS, FLOAT, 0.5f};
-    case WEIGHT_F8_32: return (stored_type){32, 8, 0, false, false, 0, E4M3, FLOAT, 1};
-    case WEIGHT_F8_128: return (stored_type){128, 8, 0, false, false, 0, E4M3, FLOAT, 1};
-    default: return (stored_type)NO_TYPE;
+    case WEIGHT_WIDE: return OF(1, .unit = 1, .bits = 16);
+    case WEIGHT_Q4_0: return OF(1, .unit = 32, .bits = 4, .zero = 8);
+    case WEIGHT_Q4_1: return OF(1, .unit = 32, .bits = 4, .minima = true, .head = TWO_HALVES);
+    case WEIGHT_Q5_0: return OF(1, .unit = 32, .bits = 5, .zero = 16);
+    case WEIGHT_Q5_1: return OF(1, .unit = 32, .bits = 5, .minima = true, .head = TWO_HALVES);
+    case WEIGHT_Q8_0: return OF(1, .unit = 32, .bits = 8, .zero = 128);
+    case WEIGHT_Q2_K:
+        return OF(1, .unit = 256, .bits = 2, .scale_group = 16, .minima = true, .packed_minima = true, .head = TWO_HALVES);
+    case WEIGHT_Q3_K: return OF(1, .unit = 256, .bits = 3, .scale_group = 16, .zero = 4);
+    case WEIGHT_Q4_K: return OF(1, .unit = 256, .bits = 4, .scale_group = 32, .minima = true, .head = TWO_HALVES);
+    case WEIGHT_Q5_K: return OF(1, .unit = 256, .bits = 5, .scale_group = 32, .minima = true, .head = TWO_HALVES);
+    case WEIGHT_Q6_K: return OF(1, .unit = 256, .bits = 6, .scale_group = 16, .zero = 32);
+    case WEIGHT_IQ4_NL: return OF(1, .unit = 32, .bits = 4, .levels = IQ4_LEVELS);
+    case WEIGHT_IQ4_XS: return OF(1, .unit = 256, .bits = 4, .scale_group = 32, .levels = IQ4_LEVELS);
+    case WEIGHT_G4_32: return OF(1, .unit = 32, .bits = 4, .minima = true, .head = WIDE_HEAD);
+    case WEIGHT_G4_64: return OF(1, .unit = 64, .bits = 4, .minima = true, .head = WIDE_HEAD);
+    case WEIGHT_G4_128: return OF(1, .unit = 128, .bits = 4, .minima = true, .head = WIDE_HEAD);
+    case WEIGHT_G8_32: return OF(1, .unit = 32, .bits = 8, .minima = true, .head = WIDE_HEAD);
+    case WEIGHT_G8_128: return OF(1, .unit = 128, .bits = 8, .minima = true, .head = WIDE_HEAD);
+    case WEIGHT_IQ1_S: return OF(1, .unit = 256, .bits = 2, .scale_group = 32, .minima = true, .head = TWO_HALVES);
+    case WEIGHT_TQ1_0: return OF(1, .unit = 256, .bits = 2, .zero = 1);
+    case WEIGHT_TQ2_0: return OF(1, .unit = 256, .bits = 2, .zero = 1);
+    case WEIGHT_MXFP4: return OF(1, .unit = 32, .bits = 4, .levels = E2M1_LEVELS, .head = E8M0);
+    case WEIGHT_NVFP4: return OF(0.5f, .unit = 64, .bits = 4, .scale_group = 16, .levels = E2M1_LEVELS, .head = NO_HEAD);
+    case WEIGHT_IQ1_M: return OF(0.125f, .unit = 256, .bits = 3, .scale_group = 16, .levels = IQ1_LEVELS);
+    case WEIGHT_IQ2_XXS: return OF(0.125f, .unit = 256, .bits = 3, .scale_group = 32, .levels = IQ2_LEVELS);
+    case WEIGHT_IQ2_XS: return OF(0.125f, .unit = 256, .bits = 3, .scale_group = 16, .levels = IQ2_LEVELS);
+    case WEIGHT_IQ2_S: return OF(0.125f, .unit = 256, .bits = 3, .scale_group = 16, .levels = IQ2_LEVELS);
+    case WEIGHT_IQ3_XXS: return OF(0.25f, .unit = 256, .bits = 4, .scale_group = 32, .levels = IQ3_LEVELS);
+    case WEIGHT_IQ3_S: return OF(1, .unit = 256, .bits = 4, .scale_group = 32, .levels = ODD_LEVELS);
+    case WEIGHT_N4_32: return OF(0.5f, .unit = 32, .bits = 4, .scale_group = 16, .levels = E2M1_LEVELS, .head = FLOAT);
+    case WEIGHT_N4_128: return OF(0.5f, .unit = 128, .bits = 4, .scale_group = 16, .levels = E2M1_LEVELS, .head = FLOAT);
+    case WEIGHT_F8_32: return OF(1, .unit = 32, .bits = 8, .levels = E4M3, .head = FLOAT);
+    case WEIGHT_F8_128: return OF(1, .unit = 128, .bits = 8, .levels = E4M3, .head = FLOAT);
+    default: return OF(1, .unit = 0);
     }
 }
 

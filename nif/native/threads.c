@@ -146,12 +146,16 @@ pool *pool_create(int num_threads)
     if (!p) return NULL;
     *p = (pool){.num_threads = num_threads, .present = OVER};
     p->threads = calloc((size_t)num_threads, sizeof(pthread_t));
+    if (!p->threads) {
+        free(p);
+        return NULL;
+    }
     pthread_mutex_init(&p->mutex, NULL);
     pthread_cond_init(&p->wake, NULL);
     for (int i = 1; i < num_threads; i++) {
         start_argument *start = malloc(sizeof(*start));
-        *start = (start_argument){p, i};
-        if (pthread_create(&p->threads[i], NULL, thread_main, start) != 0) {
+        if (start) *start = (start_argument){p, i};
+        if (!start || pthread_create(&p->threads[i], NULL, thread_main, start) != 0) {
             free(start);
             p->num_threads = i; /* fewer threads than asked for; pool_size tells */
             break;
