@@ -129,6 +129,7 @@ def granite_moe(config: Any) -> Architecture:
         config.intermediate_size,
         router="block_sparse_moe.router",
         whole=("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"),
+        stacked=parts_of("block_sparse_moe.experts"),
         shared=(*names.gate_up, names.down) if shared_size else (),
         shared_intermediate=shared_size,
     )

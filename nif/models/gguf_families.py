@@ -142,6 +142,18 @@ _QWEN35 = GgufFamily(
     inner_size=("linear_value_head_dim", "linear_num_value_heads"),
 )
 _OLMO2 = GgufFamily(_SANDWICH_NAMES, settings=_SETTINGS)
+_GRANITE = GgufFamily(
+    _LAYER_NAMES,
+    rotates_pairs=True,
+    settings={
+        **_SETTINGS,
+        "attention.scale": "attention_multiplier",
+        "embedding_scale": "embedding_multiplier",
+        "residual_scale": "residual_multiplier",
+        "logit_scale": "logits_scaling",
+    },
+    present=_BIASES,
+)
 
 FAMILIES = {
     "llama": GgufFamily(_LAYER_NAMES, rotates_pairs=True, present=_BIASES),
@@ -208,17 +220,22 @@ FAMILIES = {
     ),
     "phi3": GgufFamily(_FUSED_NAMES, settings=_SETTINGS, rotates_part=True),
     "olmo2": _OLMO2,
-    "granite": GgufFamily(
-        _LAYER_NAMES,
-        rotates_pairs=True,
-        settings={
-            **_SETTINGS,
-            "attention.scale": "attention_multiplier",
-            "embedding_scale": "embedding_multiplier",
-            "residual_scale": "residual_multiplier",
-            "logit_scale": "logits_scaling",
+    "granite": _GRANITE,
+    "granitemoe": replace(
+        _GRANITE,
+        layer_names={
+            **_LAYER_NAMES,
+            "ffn_gate_inp": "block_sparse_moe.router",
+            "ffn_gate_exps": "block_sparse_moe.experts.gate_proj",
+            "ffn_up_exps": "block_sparse_moe.experts.up_proj",
+            "ffn_down_exps": "block_sparse_moe.experts.down_proj",
         },
-        present=_BIASES,
+        settings={
+            **_GRANITE.settings,
+            "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+        },
+        present={"attention_bias": "blk.0.attn_q.bias"},
     ),
     "smollm3": GgufFamily(_LAYER_NAMES, rotates_pairs=True, settings=_SETTINGS, present=_BIASES),
     "glm4": GgufFamily(

@@ -35,6 +35,7 @@ ARCH = {
     "smollm3": gguf.MODEL_ARCH.SMOLLM3,
     "glm4": gguf.MODEL_ARCH.GLM4,
     "starcoder2": gguf.MODEL_ARCH.STARCODER2,
+    "granite_moe": gguf.MODEL_ARCH.GRANITE_MOE,
     "arcee": gguf.MODEL_ARCH.ARCEE,
     "qwen3": gguf.MODEL_ARCH.QWEN3VL,
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
@@ -88,6 +89,14 @@ MORE = {
         "embedding_scale": "embedding_multiplier",
         "residual_scale": "residual_multiplier",
         "logit_scale": "logits_scaling",
+    },
+    "granite_moe": {
+        "attention.scale": "attention_multiplier",
+        "embedding_scale": "embedding_multiplier",
+        "residual_scale": "residual_multiplier",
+        "logit_scale": "logits_scaling",
+        "expert_count": "num_local_experts",
+        "expert_used_count": "num_experts_per_tok",
     },
     "gpt_oss": {
         "attention.sliding_window": "sliding_window",
@@ -319,10 +328,13 @@ def put_tensors(writer: gguf.GGUFWriter, name: str, model: Any) -> None:
             continue
         if key.endswith("shared_expert_gate.weight"):
             data = data.reshape(-1)
-        if "mlp.experts.gate_up_proj" in key:
-            for part, half in zip(("gate_proj", "up_proj"), np.split(data, 2, axis=1), strict=True):
-                stored = names.get_name(key.replace("gate_up_proj", part))
-                writer.add_tensor(f"{stored}.weight", np.ascontiguousarray(half))
+        if name != "gemma4_experts" and ".experts.gate_up_proj" in key:
+            for part, half in zip(("gate", "up"), np.split(data, 2, axis=1), strict=True):
+                writer.add_tensor(f"blk.{key.split('.')[2]}.ffn_{part}_exps.weight", np.ascontiguousarray(half))
+            continue
+        if name == "granite_moe" and "block_sparse_moe" in key:
+            stored = "ffn_down_exps" if "experts" in key else "ffn_gate_inp"
+            writer.add_tensor(f"blk.{key.split('.')[2]}.{stored}.weight", data)
             continue
         if ".router.scale" in key or "per_expert_scale" in key:
             stored = "ffn_gate_inp" if ".router.scale" in key else "ffn_down_exps"
@@ -392,18 +404,19 @@ def test_configuration_and_tensors_come_back(models: ModuleType, tmp_path: Path,
     weights = GgufWeights(file, config)
     stored = {key: weights.tensor(key).whole() for key in weights.names()} if name == "gpt_oss" else {}
     merged = _merged_experts(SimpleNamespace(model_class=type(model), config=config), stored)  # of a module
+    is_stacked = name != "gemma4_experts"  # whose files have gates and ups in one
     for key, parameter in model.state_dict().items():
         if key == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
         if name == "gpt_oss":
             got = merged[key]
-        elif ".mlp.experts.gate_up_proj" in key:
+        elif is_stacked and ".experts.gate_up_proj" in key:
             halves = [
                 weights.tensor(f"{key.replace('gate_up_proj', part)}.weight") for part in ("gate_proj", "up_proj")
             ]
             got = torch.cat([half.whole() for half in halves], dim=1)
         else:
-            got = weights.tensor(f"{key}.weight" if ".mlp.experts." in key else key).whole()
+            got = weights.tensor(f"{key}.weight" if is_stacked and ".experts." in key else key).whole()
         assert torch.allclose(got, parameter, atol=2e-7), key
 
 
@@ -433,7 +446,10 @@ RUN: dict[str, dict[str, Any]] = {"qwen3_moe": {"mlp_only_layers": [], "norm_top
 RUN |= {"gemma": {}, "ernie": {}, "seed_oss": {}, "olmoe": {}}
 NEWER = ("llama_odd", "mixtral", "stablelm", "gpt_neox", "nemotron", "glm", "cohere2", "exaone4", "olmo3")
 RUN |= {name: CHANGES.get(name, {}) for name in (*NEWER, "qwen2_moe", "glm4_moe", "ernie_moe")}
-RUN |= {name: CHANGES.get(name, {}) for name in ("lfm2", "qwen3_5", "qwen3_5_moe", "gemma4", "gemma4_experts")}
+RUN |= {
+    name: CHANGES.get(name, {})
+    for name in ("lfm2", "qwen3_5", "qwen3_5_moe", "gemma4", "gemma4_experts", "granite_moe")
+}
 
 
 def described_file(name: str, model: Any, config: Any, weights: GgufWeights) -> Any:

@@ -148,8 +148,8 @@ def _mambas(heads: int, groups: int, state: int) -> dict[str, Any]:
 
 _GRANITE: dict[str, Any] = {
     "embedding_multiplier": 3.0,
-    "residual_multiplier": 0.7,
-    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.75,
+    "attention_multiplier": 0.25,
     "logits_scaling": 1.5,
 }
 
