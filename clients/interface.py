@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mappin
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from functools import update_wrapper, wraps
+from types import MethodType
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypedDict, TypeVar, Unpack, overload
 
 import msgspec
@@ -253,7 +254,18 @@ class call_of(Generic[Params, T]):
     """
 
     def __init__(self, build: Callable[Concatenate[Any, Params], Call[T]]) -> None:
-        self._build = build
+        @wraps(build)
+        async def awaited(client: "Client", *args: Params.args, **params: Params.kwargs) -> T:
+            made = build(client, *args, **params)
+            return made.read(await client.ask(made.request))
+
+        @wraps(build)
+        def blocking(client: "SyncClient", *args: Params.args, **params: Params.kwargs) -> T:
+            made = build(client, *args, **params)
+            return made.read(client.ask(made.request))
+
+        self._awaited = awaited
+        self._blocking = blocking
         update_wrapper(self, build)  # type: ignore[arg-type]
 
     @overload
@@ -266,22 +278,7 @@ class call_of(Generic[Params, T]):
     def __get__(self, client: "Client | SyncClient | None", owner: object = None) -> Any:
         if client is None:
             return self
-        build = self._build.__get__(client)
-        if isinstance(client, SyncClient):
-
-            @wraps(build)
-            def call(*args: Params.args, **params: Params.kwargs) -> T:
-                made: Call[T] = build(*args, **params)
-                return made.read(client.ask(made.request))
-
-            return call
-
-        @wraps(build)
-        async def acall(*args: Params.args, **params: Params.kwargs) -> T:
-            made: Call[T] = build(*args, **params)
-            return made.read(await client.ask(made.request))
-
-        return acall
+        return MethodType(self._blocking if isinstance(client, SyncClient) else self._awaited, client)
 
 
 def _whole(answer: T) -> T:

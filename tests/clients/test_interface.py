@@ -64,7 +64,7 @@ def test_every_parameter_of_a_request_can_be_given() -> None:
 
 def test_each_try_waits_longer_than_was_said_and_than_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote.random, "random", lambda: 0.5)
-    wait = remote._Wait()
+    wait = remote._Wait(repeats=False)
     waited = [wait(QueueFull("full", retry_after_ms=200)) for _ in range(3)]
     assert waited == pytest.approx([0.2 * remote.GROWTH**index * (1 + remote.JITTER / 2) for index in range(3)])
     assert wait(QueueFull("full")) is False and wait(ValueError()) is False
