@@ -207,15 +207,16 @@ def write_adapter(directory: Path) -> Path:
 
 
 async def serve_and_kill(service: RunningService, given: argparse.Namespace) -> Counts:
+    async with ZeroMQClient(service.address, timeout=PATIENCE_S) as client:
+        given.served = (await client.models())[0].id
     async with AsyncExitStack() as exits:
-        async with ZeroMQClient(service.address, timeout=PATIENCE_S) as client:
-            given.served = (await client.models())[0].id
-            counts = await run(await open_targets(service, exits, given), given.kills, given.seed)
-            restarts = (await client.stats())["engine_restarts"]
-        expected = sum(given.doors[number % len(given.doors)] != "program" for number in range(given.kills))
-        if not given.gateway and restarts != expected:
-            counts.wrong.append(f"{restarts} restarts in the place of {expected}")
-        return counts
+        counts = await run(await open_targets(service, exits, given), given.kills, given.seed)
+    async with ZeroMQClient(service.address, timeout=PATIENCE_S) as client:
+        restarts = (await client.stats())["engine_restarts"]
+    expected = sum(given.doors[number % len(given.doors)] != "program" for number in range(given.kills))
+    if not given.gateway and restarts != expected:
+        counts.wrong.append(f"{restarts} restarts in the place of {expected}")
+    return counts
 
 
 def main() -> None:
