@@ -46,8 +46,11 @@ def tile_shape(group: int, head_size: int, element_size: int, *, decode: bool, i
         return Tile(needed, 16, 4, 1)  # float32 has no fast dot product: larger tiles only spill registers
     wide = head_size > 128  # such tiles must stay small to fit shared memory
     if decode or in_order:
+        # Triton 3.6 spills registers with more keys for wide heads, and for heads that a mask cuts from a tile of 128.
+        keys = 16 if wide else 32 if 64 < head_size < 128 else 64
         # The block ids, which addresses wait for, take stages too: what is left doubles the keys' and values' buffers.
-        return Tile(needed, 32 if wide else 64, 8 if wide else 4, 3 if in_order else 5)
+        stages = 5 if decode else 3 if keys == 64 else 2
+        return Tile(needed, keys, 4, stages)
     if wide:
         return Tile(max(needed, 32), 32, 4, 2)  # with 8 warps Triton 3.9 keeps to 128 registers, and spills
     return Tile(max(needed, 64), 64, 8 if head_size > 64 else 4, 2)
@@ -66,8 +69,8 @@ def programs_per_processor(tile: Tile, head_size: int, element_size: int, shared
     padded = head_pad(head_size)
     # Two pairs of keys' and values' buffers; beside them the query, the block ids and the weights.
     shared = 4 * tile.keys * padded * element_size + 32 * padded + 3584
-    # Registers a thread, as compiled. A head smaller than the tile needs more, for masks.
-    registers = 112 if padded <= 64 else 176 if head_size < padded else 128 if padded == 256 else 136
+    # The most registers a thread that Triton 3.6 and 3.9 take.
+    registers = 128 if padded <= 64 else 168
     return max(1, min(shared_memory // (shared + _BLOCK_OVERHEAD), _REGISTERS // (32 * tile.num_warps * registers)))
 
 
