@@ -3,10 +3,10 @@
     python -m tests.nif.kernels.compile_kernels                       # all kernels for all GPUs: some minutes at first
     python -m tests.nif.kernels.compile_kernels --capabilities 90 --slice
 
-What holds for each: next to no register is spilled, shared memory is within the GPU's limit, attention copies keys and values
-ahead of their use, a kernel that streams keys, values or weights loads 16 bytes at a time, prefill multiplies with the
-GPU's own matrix instructions, and a step of another size needs no other variant. Triton keeps what it compiled, so a
-second run takes seconds.
+What holds for each: next to no register is spilled, shared memory is within the GPU's limit, attention copies keys and
+values ahead of their use, a kernel that streams keys, values or weights loads 16 bytes at a time, prefill multiplies
+with the GPU's own matrix instructions, and a step of another size needs no other variant. Triton keeps what it
+compiled, so a second run takes seconds.
 """
 
 import argparse
