@@ -19,7 +19,7 @@ from typing import Any
 from genbatch.actors.batcher.beam_search import BeamSearch
 from genbatch.actors.batcher.embeddings import NO_TEXT, EmbedIntake, TextIntake
 from genbatch.actors.batcher.generation import BeamGeneration, Generation, GenerationRequest
-from genbatch.actors.batcher.messages import Generate, validate_generate
+from genbatch.actors.batcher.messages import BILLING_HEADER, Generate, validate_generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.output import Output, OutputRules, Reading
 from genbatch.actors.batcher.requests import HeldPrompt, Prompt
@@ -69,6 +69,7 @@ SAMPLING_PARAMETERS = (
     *("stop", "n", "response_format", "grammar", "regex", "tools", "keep_stop"),
     *("reasoning", "reasoning_effort", "max_thinking_tokens"),
 )
+_SYSTEM = ("system", "developer")
 # The number of first messages with remembered tokens.
 MAX_PREFIXES = 64
 _MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
@@ -209,7 +210,7 @@ class Intake:
         size = self.text_size(wanted)
         if wanted.messages:
             first = wanted.messages[0]
-            if (first.role, first.content) not in self._prefixes:
+            if (first.role, self._content(first)) not in self._prefixes:
                 size += PREFIX_RENDERINGS * len(first.content)
         return size
 
@@ -289,9 +290,15 @@ class Intake:
         """Return the text of token ids; safe to run on another thread."""
         return self._tokenizer.decode(wanted.token_ids)
 
+    def _content(self, message: Message) -> str:
+        """Return a message's text, without a line that Claude Code writes into system prompts for itself."""
+        if not self._options.strip_billing_header or message.role not in _SYSTEM:
+            return message.content
+        return message.content.partition("\n")[2] if message.content.startswith(BILLING_HEADER) else message.content
+
     def _turn(self, message: Message) -> dict[str, Any]:
         """Return a message in the form that chat templates take."""
-        turn: dict[str, Any] = {"role": message.role, "content": message.content}
+        turn: dict[str, Any] = {"role": message.role, "content": self._content(message)}
         for name in ("name", "reasoning_content"):
             if getattr(message, name) is not None:
                 turn[name] = getattr(message, name)
@@ -396,7 +403,7 @@ class Intake:
         """Return a key for the first message; None if the shared prefix depends on more than this message."""
         if not wanted.messages or wanted.tools or self._thinking.variables(wanted):
             return None
-        return wanted.messages[0].role, wanted.messages[0].content
+        return wanted.messages[0].role, self._content(wanted.messages[0])
 
     def _first_message(self, wanted: GenerateRequest, prompt: ChatPrompt | None) -> list[int]:
         key = self._first_key(wanted)

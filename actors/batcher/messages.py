@@ -23,6 +23,9 @@ if TYPE_CHECKING:  # imports torch, which a gateway process does without
     from genbatch.actors.batcher.kept_logits import Keep
 
 
+# Claude Code writes such a line at the top of its system prompt, with another value in each request.
+BILLING_HEADER = "x-anthropic-billing-header:"
+
 # The account of all clients that connect over TCP from the gateway's own machine.
 LOCALHOST = "host:localhost"
 

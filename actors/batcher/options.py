@@ -189,6 +189,9 @@ class BatcherOptions:
         stall_s: seconds of pending work without the end of a step after which the service calls itself stuck.
         system_prompts: contents of system messages to hold from the start.
         max_held_prompts: most system prompts whose KV is held for requests to share, those included.
+        strip_billing_header: take the first line out of a conversation's system prompt if it begins with
+            "x-anthropic-billing-header:". Claude Code writes another value with each request, and no prompt would begin
+            like the one before.
         record: a file to record everything to that decides about ticks, for `genbatch replay`. It holds
             the token ids of prompts and answers, so only its owner may read it. Where the file is there already, FILE.1
             is made, and so on. While recording, no step begins before the tokens of the last one are handed out.
@@ -227,6 +230,7 @@ class BatcherOptions:
     stall_s: float = 30.0
     system_prompts: Sequence[str] = ()
     max_held_prompts: int = 4
+    strip_billing_header: bool = True
     record: str | None = None
     record_limit: int = 1024
     limits: RequestLimits = field(default_factory=RequestLimits)

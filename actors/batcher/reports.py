@@ -55,6 +55,7 @@ def stats_report(state: BatchState, now: float) -> dict[str, Any]:
         "held_prompts": len(state.held),
         "prefix_cache_queries": cache.num_query_tokens if cache else 0,
         "prefix_cache_hits": cache.num_hit_tokens if cache else 0,
+        "prefix_recomputed": dict(cache.num_recomputed) if cache else {},
         "kv_blocks_max": counts.max,
         "kv_blocks_free": counts.free,
         "kv_blocks_used": counts.used,

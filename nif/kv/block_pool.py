@@ -21,6 +21,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from typing import TypeVar
 
 from genbatch.nif.errors import OptionError, OutOfBlocks
 from genbatch.nif.runner import LayerGroup
@@ -62,6 +63,13 @@ class Reach:
         return block >= first_needed or block < self.kept
 
 
+EVICTED, NO_SNAPSHOT, WINDOW, VOLATILE_LINE = "evicted", "no_snapshot", "window", "volatile_line"
+CAUSES = (EVICTED, NO_SNAPSHOT, WINDOW, VOLATILE_LINE)
+"""Why tokens that were evaluated before are evaluated again, the first that applies; see `num_recomputed`."""
+
+_MAX_REMEMBERED = 1 << 16  # names and contents of blocks, for the counters of causes
+
+
 @dataclass(frozen=True, slots=True)
 class Match:
     """A prefix hit: the known blocks that follow a sequence's own blocks and from which every group can continue."""
@@ -76,16 +84,31 @@ class PrefixCache:
     Args:
         block_size: positions a block holds.
         groups: the layer groups.
+
+    Attributes:
+        num_queries: prompts looked up.
+        num_hits: prompts with a hit of at least one block.
+        num_query_tokens: tokens of those prompts that could have been hits.
+        num_hit_tokens: tokens that were hits.
+        num_recomputed: by cause, tokens of whole blocks that this cache had before and that are evaluated again.
+            "evicted": a group that attends to all positions lost the block. "no_snapshot": the states of recurrent
+            layers at the block's end were evicted. "window": the blocks of a window were. "volatile_line": the block's
+            own tokens were seen under this key, but after another beginning.
     """
 
     def __init__(self, block_size: int, groups: Sequence[LayerGroup] = (LayerGroup((0,)),)) -> None:
         self.block_size = block_size
         self.reaches = tuple(Reach(group, block_size) for group in groups)
-        self.num_queries = 0  # prompts looked up
-        self.num_hits = 0  # prompts with a hit of at least one block
-        self.num_query_tokens = 0  # tokens of those prompts that could have been hits
-        self.num_hit_tokens = 0  # tokens that were hits
+        self.num_queries = 0
+        self.num_hits = 0
+        self.num_query_tokens = 0
+        self.num_hit_tokens = 0
+        self.num_recomputed = dict.fromkeys(CAUSES, 0)
+        # Per group, why tokens are evaluated again if it alone lacks a block.
+        self._causes = [NO_SNAPSHOT if g.recurs else EVICTED if g.window is None else WINDOW for g in groups]
         self._blocks: list[dict[bytes, int]] = [{} for _ in groups]
+        self._lost: dict[bytes, None] = {}  # names of evicted blocks, in order of eviction
+        self._contents: dict[int, None] = {}  # hashes of a key and a block's own tokens, in order of the first use
 
     def __len__(self) -> int:
         """Return the number of cached blocks, of the group that has the fewest."""
@@ -96,6 +119,7 @@ class PrefixCache:
         for index in range(len(hashes), len(tokens) // self.block_size):
             parent = hashes[-1] if hashes else root_hash(key)
             hashes.append(self._name(parent, tokens, index))
+            _remember(self._contents, self._content(tokens, key, index))
 
     def match(
         self, tokens: Sequence[int], key: bytes, *, held: Sequence[bytes] = (), max_blocks: int | None = None
@@ -121,7 +145,24 @@ class PrefixCache:
         self.num_hits += bool(run)
         self.num_query_tokens += max(0, limit - first) * self.block_size
         self.num_hit_tokens += len(run) * self.block_size
+        if end < limit:
+            self._count_recomputed(tokens, key, names, end, limit)
         return match
+
+    def _count_recomputed(self, tokens: Sequence[int], key: bytes, names: list[bytes], end: int, limit: int) -> None:
+        """Count the tokens after a hit's end that were evaluated before, by cause; see `num_recomputed`."""
+        index, fresh = end, False
+        while index < limit and not fresh:
+            while len(names) <= index:
+                names.append(self._name(names[-1] if names else root_hash(key), tokens, len(names)))
+            fresh = names[index] not in self._lost and not any(names[index] in known for known in self._blocks)
+            index += not fresh
+        if index > end:
+            groups = zip(self._blocks, self._causes, strict=True)
+            cause = min((CAUSES.index(cause) for known, cause in groups if names[end] not in known), default=0)
+            self.num_recomputed[CAUSES[cause]] += (index - end) * self.block_size
+        seen = sum(self._content(tokens, key, block) in self._contents for block in range(index, limit))
+        self.num_recomputed[VOLATILE_LINE] += seen * self.block_size
 
     def known_run(self, tokens: Sequence[int], key: bytes, names: list[bytes], first: int, limit: int) -> int:
         """Return the length of a prefix hit in blocks. The counters do not change.
@@ -157,11 +198,13 @@ class PrefixCache:
 
     def insert(self, group: int, name: bytes, block: int) -> bool:
         """Add a completed block to the cache; returns False if another block with that content is cached."""
+        self._lost.pop(name, None)
         return self._blocks[group].setdefault(name, block) == block
 
     def forget(self, group: int, name: bytes) -> None:
         """Remove a block from the cache, because its content is gone."""
         del self._blocks[group][name]
+        _remember(self._lost, name)
 
     def check_integrity(self, group: int, hashes: Sequence[bytes | None]) -> None:
         """Compare a group's index with its pool's hashes, which are listed by block id.
@@ -176,6 +219,20 @@ class PrefixCache:
         start = index * self.block_size
         # guard: parent in the hash
         return sha256(parent + array("q", tokens[start : start + self.block_size]).tobytes()).digest()
+
+    def _content(self, tokens: Sequence[int], key: bytes, index: int) -> int:
+        start = index * self.block_size
+        return hash((key, array("q", tokens[start : start + self.block_size]).tobytes()))
+
+
+_Name = TypeVar("_Name")
+
+
+def _remember(names: dict[_Name, None], name: _Name) -> None:
+    """Add a name; the oldest one is dropped when there are too many."""
+    names[name] = None
+    if len(names) > _MAX_REMEMBERED:
+        del names[next(iter(names))]
 
 
 def root_hash(key: bytes) -> bytes:

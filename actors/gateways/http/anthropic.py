@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from genbatch.actors.batcher.messages import BILLING_HEADER
 from genbatch.actors.gateways.http.bodies import MESSAGES_PATH, describe, to_json
 from genbatch.actors.gateways.http.fields import Fields
 from genbatch.actors.gateways.http.http_request import HTTPRequest, build_request, set_fields
@@ -14,9 +15,6 @@ from genbatch.actors.gateways.http.thinking import ThinkingFields, ThinkingParam
 from genbatch.proto.errors import GenbatchError, InvalidRequest
 from genbatch.proto.messages import Result, Token, Usage
 
-# Claude Code writes a header for billing in front of its system prompt, another one with each request. It is no text
-# for the model, and with it no prompt would begin as the one before did.
-_BILLING = "x-anthropic-billing-header:"
 # No chat template has a place for it.
 _ERROR = "Error: "
 _BLOCK_FIELDS = {
@@ -161,11 +159,11 @@ def _conversation(fields: CountFields, reader: Fields) -> tuple[dict[str, Any], 
 
 
 def _system(system: str | list[dict[str, Any]], reader: Fields) -> str:
-    """The system prompt, without a header for billing."""
-    if isinstance(system, list) and _text(system[:1], "system", reader).startswith(_BILLING):
-        reader.ignore(f"system[0].{_BILLING.rstrip(':')}")
-        system = [{"type": "text", "text": ""}, *system[1:]]
-    return _text(system, "system", reader)
+    """The system prompt. A header for billing that is the first block becomes a line, which the Batcher takes out."""
+    text = _text(system, "system", reader)
+    first = _text(system[:1], "system", reader) if isinstance(system, list) else text
+    is_line = first.endswith("\n") or not first.startswith(BILLING_HEADER)
+    return text if is_line else f"{first}\n{text[len(first) :]}"
 
 
 def _tool(tool: dict[str, Any], path: str, reader: Fields) -> dict[str, Any]:

@@ -124,6 +124,7 @@ async def test_the_exposition_says_what_a_scripted_run_did(tiny_model: TinyModel
     # The second prompt finds its first block, and could find no more than that.
     assert scrape.value("prefix_cache_queries", "_total") == 2 * 4
     assert scrape.value("prefix_cache_hits", "_total") == 4
+    assert scrape.value("prefix_recomputed_tokens", "_total", cause="evicted") == 0
     assert scrape.value("kv_cache_usage_perc") == 0
     assert scrape.value("num_requests_running") == scrape.value("num_requests_waiting") == 0
     # Both arrive at once; the second starts after the first one's fourth token.

@@ -139,3 +139,41 @@ def test_a_hit_needs_the_sinks_of_a_window() -> None:
     assert len(cache.match(range(12), b"").blocks) == 6
     cache.forget(0, names[0])
     assert cache.match(range(12), b"").blocks == []
+
+
+def _of_three_kinds() -> tuple[PrefixCache, list[bytes]]:
+    """Four blocks of a group that attends to all positions, of a window, and of states."""
+    groups = [LayerGroup((0,)), LayerGroup((1,), 6), LayerGroup((2,), 4, recurs=True).sized(4)]
+    cache, names = PrefixCache(4, groups), list[bytes]()
+    cache.extend_hashes(names, range(16), b"")
+    for group in range(3):
+        for block, name in enumerate(names):
+            cache.insert(group, name, block)
+    return cache, names
+
+
+@pytest.mark.parametrize(("group", "cause"), list(enumerate(("evicted", "window", "no_snapshot"))))
+def test_tokens_that_are_evaluated_again_are_counted_by_cause(group: int, cause: str) -> None:
+    cache, names = _of_three_kinds()
+    for name in names[2:]:
+        cache.forget(group, name)
+    assert len(cache.match([*range(16), 99, 99, 99, 99], b"").blocks) == 2
+    assert {name: count for name, count in cache.num_recomputed.items() if count} == {cause: 8}
+
+
+def test_what_an_owner_never_had_is_counted_as_new() -> None:
+    cache, names = _of_three_kinds()
+    cache.match(range(16), b"another")
+    cache.match(range(100, 116), b"")
+    for group in range(3):
+        for name in names:
+            cache.forget(group, name)
+            cache.insert(group, name, 0)
+    assert len(cache.match(range(16), b"").blocks) == 4
+    assert not any(cache.num_recomputed.values())
+
+
+def test_blocks_after_another_beginning_are_counted_as_a_volatile_line() -> None:
+    cache, _ = _of_three_kinds()
+    assert cache.match([7, 7, 7, 7, *range(4, 12), 99, 99, 99, 99], b"").blocks == []
+    assert cache.num_recomputed["volatile_line"] == 8
