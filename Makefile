@@ -67,7 +67,8 @@ check: lint typecheck
 CLIENTS := .venv-clients
 .PHONY: clients
 clients: $(VENV)/.test $(CLIENTS)/.done
-	WRITE_CLIENTS=1 $(BIN)/pytest -q tests/actors/gateways/http/test_clients.py tests/clients/test_score.py
+	WRITE_CLIENTS=1 $(BIN)/pytest -q tests/actors/gateways/http/test_clients.py tests/clients/test_score.py \
+		tests/actors/gateways/http/test_lm_eval.py
 
 # Agents' programs come from npm. Their own installers put a binary in place, which some settings of npm do not allow.
 NPM_CLIENTS := @anthropic-ai/claude-code@^2.1 @openai/codex@^0.169 opencode-ai@^1 ai@^6 @ai-sdk/openai-compatible@^2 zod@^4 ollama@^0.6

@@ -9,6 +9,7 @@ called once for the configuration, once for the tokenizer and once for the weigh
 file.
 """
 
+import importlib.util
 import math
 import re
 import struct
@@ -603,7 +604,7 @@ def gguf_tokenizer(file: GgufFile) -> "PreTrainedTokenizerBase":
     Raises:
         ModelError: the vocabulary is missing, or transformers cannot read it.
     """
-    from transformers import PreTrainedTokenizerFast, integrations
+    from transformers import PreTrainedTokenizerFast
 
     described: dict[str, Any] = {}
     for key, name in _TOKENIZER_KEYS.items():
@@ -623,8 +624,8 @@ def gguf_tokenizer(file: GgufFile) -> "PreTrainedTokenizerBase":
     sentencepiece = described.get("tokenizer_type") == "llama"
     settings["add_bos_token"] = bool(file.metadata.get("tokenizer.ggml.add_bos_token", sentencepiece))
     settings["add_eos_token"] = bool(file.metadata.get("tokenizer.ggml.add_eos_token", False))
-    theirs: Any = integrations
-    reader: Any = theirs.gguf if hasattr(theirs, "gguf") else theirs.ggml  # it moved in transformers 5.23
+    name = "gguf" if importlib.util.find_spec("transformers.integrations.gguf") else "ggml"  # it moved in 5.23
+    reader: Any = importlib.import_module(f"transformers.integrations.{name}")
     fast: Any = PreTrainedTokenizerFast
     try:
         backend, more = reader.convert_gguf_tokenizer(file.architecture, described)
