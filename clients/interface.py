@@ -36,6 +36,7 @@ from genbatch.proto.messages import (
     Health,
     HealthRequest,
     LoadAdapterRequest,
+    LoadModelRequest,
     Message,
     ModelCard,
     ModelsRequest,
@@ -389,6 +390,17 @@ class ClientCalls:
     def health(self) -> Call[Health]:
         """Return the service's health: "ready", "draining", "stuck" or "down"."""
         return Call(HealthRequest(), _whole)
+
+    @call_of
+    def load_model(self, model: str | None = None, *, keep_alive: float | None = None) -> Call[tuple[ModelCard, ...]]:
+        """Load a model that is served on demand; returns the served models.
+
+        Args:
+            model: a name that `models` lists; None means the first name.
+            keep_alive: seconds without requests after which the model is unloaded. A negative number keeps it, 0
+                unloads it as soon as it has no open request, None leaves the time as it is.
+        """
+        return Call(LoadModelRequest(model=model, keep_alive=keep_alive), lambda answer: answer.models)
 
     @call_of
     def load_adapter(self, name: str, path: str) -> Call[tuple[ModelCard, ...]]:

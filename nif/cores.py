@@ -22,22 +22,29 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
     Args:
         root: holds proc/self and the mounted control groups.
     """
+    quotas = [quota for kind, directory in control_groups("cpu", root) if (quota := _read(directory, kind)) is not None]
+    return min(quotas, default=None)
+
+
+def control_groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[str, Path]]:
+    """Yield this process's control groups and those above them, of version 1 ("cgroup") and 2 ("cgroup2").
+
+    Args:
+        controller: the name of the limited resource, "cpu" or "memory".
+        root: as for `cpu_quota`.
+    """
     try:
         groups = (root / "proc/self/cgroup").read_text().splitlines()
         mounts = (root / "proc/self/mountinfo").read_text().splitlines()
     except OSError:
-        return None  # a system without control groups
-    quotas = [
-        quota
-        for kind, folder, group in _mounted(groups, mounts)
-        for directory in _up_to(root / folder.lstrip("/"), group)
-        if (quota := _read(directory, kind)) is not None
-    ]
-    return min(quotas, default=None)
+        return  # a system without control groups
+    for kind, folder, group in _mounted(controller, groups, mounts):
+        for directory in _up_to(root / folder.lstrip("/"), group):
+            yield kind, directory
 
 
-def _mounted(groups: list[str], mounts: list[str]) -> Iterator[tuple[str, str, PurePosixPath]]:
-    """For each hierarchy that has CPU quotas: its kind, where it is mounted, and this process's group below that."""
+def _mounted(controller: str, groups: list[str], mounts: list[str]) -> Iterator[tuple[str, str, PurePosixPath]]:
+    """Yield each hierarchy with this resource: its kind, where it is mounted, and this process's group below that."""
     paths: dict[str, str] = {}
     for line in groups:  # "4:cpu,cpuacct:/docker/1f", or "0::/user.slice" in version 2
         _, controllers, own = line.split(":", 2)
@@ -46,9 +53,9 @@ def _mounted(groups: list[str], mounts: list[str]) -> Iterator[tuple[str, str, P
         before, _, after = line.partition(" - ")
         kind, _, options = after.split(" ", 2)
         mounted, place = (_unescaped(field) for field in before.split(" ")[3:5])
-        controller = "cpu" if kind == "cgroup" and "cpu" in options.split(",") else "" if kind == "cgroup2" else None
-        if controller is not None and controller in paths:
-            group = PurePosixPath(paths[controller])
+        listed = controller if kind == "cgroup" and controller in options.split(",") else ""
+        if (listed or kind == "cgroup2") and listed in paths:
+            group = PurePosixPath(paths[listed])
             # Of another namespace's groups only the mounted one can be seen.
             yield kind, place, group.relative_to(mounted) if group.is_relative_to(mounted) else PurePosixPath()
 

@@ -627,6 +627,9 @@ def ranking_of(scores: Scores, top_n: int | None = None) -> Ranking:
     return Ranking(results=ranked[:top_n], usage=scores.usage)
 
 
+ModelState = Literal["loaded", "loading", "unloaded", "failed"]
+
+
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """A model that is served.
 
@@ -645,6 +648,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
         sampling: how its makers say to draw, by the names of GenerateRequest; requests that do not say it draw so.
         parent: the model that it adapts, where it is an adapter; None where it is a model by itself.
         thinks: whether `reasoning_effort` and `max_thinking_tokens` have an effect.
+        state: "loaded"; "unloaded", "loading" or "failed" where models are loaded on demand. Until its first load the
+            numbers of such a model are 0 and its texts empty.
     """
 
     id: str
@@ -661,6 +666,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     sampling: dict[str, float] = {}
     parent: str | None = None
     thinks: bool = False
+    state: ModelState = "loaded"
 
 
 class Models(msgspec.Struct, frozen=True, kw_only=True):
@@ -710,6 +716,19 @@ class UnloadAdapterRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
 
     name: str
     timeout_s: float = 30.0
+
+
+class LoadModelRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Load a model that is loaded on demand, and set how long it stays loaded without requests.
+
+    Args:
+        model: as `generate` takes it.
+        keep_alive: seconds without requests after which the model is unloaded. A negative number keeps it. 0 unloads it
+            once it has no open request. None leaves the time as it is.
+    """
+
+    model: str | None = None
+    keep_alive: float | None = None
 
 
 class DrainRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

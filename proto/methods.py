@@ -27,6 +27,7 @@ from genbatch.proto.messages import (
     Hello,
     HelloRequest,
     LoadAdapterRequest,
+    LoadModelRequest,
     Models,
     ModelsRequest,
     Result,
@@ -38,7 +39,12 @@ from genbatch.proto.messages import (
     TokenizeRequest,
     UnloadAdapterRequest,
 )
-from genbatch.proto.validation import validate_drain, validate_load_adapter, validate_unload_adapter
+from genbatch.proto.validation import (
+    validate_drain,
+    validate_load_adapter,
+    validate_load_model,
+    validate_unload_adapter,
+)
 
 
 class Lane(enum.Enum):
@@ -94,6 +100,7 @@ _ROWS = (
     Method("models", ModelsRequest, Models, Lane.CONTROL, timeout_s=ANSWER_TIMEOUT_S),
     Method("health", HealthRequest, Health, Lane.CONTROL, timeout_s=ANSWER_TIMEOUT_S),
     Method("stats", StatsRequest, dict[str, Any], Lane.CONTROL, timeout_s=ANSWER_TIMEOUT_S),
+    Method("load_model", LoadModelRequest, Models, Lane.CONTROL, validate=validate_load_model),
     Method("load_adapter", LoadAdapterRequest, Models, Lane.CONTROL, is_operators=True, validate=validate_load_adapter),
     Method(
         "unload_adapter",

@@ -20,6 +20,7 @@ from genbatch.proto.messages import (
     EmbedRequest,
     GenerateRequest,
     LoadAdapterRequest,
+    LoadModelRequest,
     Message,
     PromptRequest,
     ResponseFormat,
@@ -314,6 +315,15 @@ def validate_load_adapter(request: LoadAdapterRequest) -> None:
     _check_text("path", request.path, MAX_PATH_LENGTH)
     if not request.path.startswith("/") or "\0" in request.path:
         raise InvalidRequest("path", "is not the absolute path of a directory on the service's machine")
+
+
+def validate_load_model(request: LoadModelRequest) -> None:
+    """As `validate_request`."""
+    check_type(msgspec.structs.asdict(request), LoadModelRequest)
+    if request.model is not None:
+        _check_text("model", request.model, MAX_NAME_LENGTH)
+    if request.keep_alive is not None and not math.isfinite(request.keep_alive):
+        raise InvalidRequest("keep_alive", f"must be a number of seconds, not {request.keep_alive}")
 
 
 def validate_unload_adapter(request: UnloadAdapterRequest) -> None:

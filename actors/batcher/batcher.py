@@ -32,14 +32,16 @@ from genbatch.actors.batcher.grammars import Compiled, Prepared
 from genbatch.actors.batcher.messages import Embed, Generate, LoadSession, SaveSession
 from genbatch.actors.batcher.parts import BatcherParts
 from genbatch.actors.batcher.requests import Request, slotted
-from genbatch.actors.runtime.actor import NOREPLY, Down, From, NoReply, reply
+from genbatch.actors.runtime.actor import NOREPLY, Down, From, NoReply, reply, reply_error
 from genbatch.actors.scheduling.plan import PromptBudget, SchedulerOutput
 from genbatch.actors.scheduling.request import LlmRequest
-from genbatch.proto.errors import PromptTooLong
+from genbatch.proto.errors import ModelNotFound, PromptTooLong
 from genbatch.proto.messages import (
     DrainRequest,
     HealthRequest,
     LoadAdapterRequest,
+    LoadModelRequest,
+    Models,
     ModelsRequest,
     StatsRequest,
     UnloadAdapterRequest,
@@ -108,6 +110,16 @@ class Batcher(BatcherParts):
     def _unload_adapter(self, request: UnloadAdapterRequest, from_: From[Any]) -> NoReply:
         self.adapters.unload(request, from_)
         self._settle_when_idle()
+        return NOREPLY
+
+    def _load_model(self, request: LoadModelRequest, from_: From[Any]) -> object:
+        """Answer at once: an engine has its model loaded, and `keep_alive` is its service's concern."""
+        models: Models = self._models()
+        served = [card.id for card in models.models]
+        if request.model is None or request.model in served:
+            return models
+        reason = f"the model {request.model[:128]!r} is not served here; there is {', '.join(served)}"
+        reply_error(from_, ModelNotFound(reason, field="model"))
         return NOREPLY
 
     def _read_text(self, request: object, from_: From[Any]) -> NoReply:
@@ -372,6 +384,7 @@ _CALLS: dict[type, Callable[[Batcher, Any, From[Any]], object]] = {
     StatsRequest: lambda batcher, _request, _from: batcher._stats(),
     HealthRequest: lambda batcher, _request, _from: batcher._health(),
     ModelsRequest: lambda batcher, _request, _from: batcher._models(),
+    LoadModelRequest: Batcher._load_model,
     LoadAdapterRequest: Batcher._load_adapter,
     UnloadAdapterRequest: Batcher._unload_adapter,
     SaveSession: Batcher._save_session,

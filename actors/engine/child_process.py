@@ -162,18 +162,39 @@ class PrepareEngine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     """Import an engine's libraries, and wait for StartEngine."""
 
 
+class ManagedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A model that is loaded on demand.
+
+    Args:
+        engine: its engine's index.
+        num_bytes: the size of its files; 0 for a model that is not on this machine yet.
+        keep_alive: seconds without requests after which it is unloaded; negative for never.
+        adapters: the names of the adapters that are loaded with it.
+    """
+
+    name: str
+    engine: int
+    num_bytes: int
+    keep_alive: float
+    adapters: tuple[str, ...] = ()
+
+
 class StartGateway(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="start_gateway"):
     """Listen, and serve requests once an engine is connected; the options are the bytes of `encode_options`.
 
     Args:
         of_fleet: see Dispatcher.
         models: the names of the models of several engines; a link's `engine` is an index into them.
+        on_demand: those that are loaded on demand.
+        model_bytes: bytes that the models of `on_demand` may take together.
     """
 
     service_options: msgspec.Raw
     batcher_options: msgspec.Raw
     of_fleet: bool = False
     models: tuple[str, ...] = ()
+    on_demand: tuple[ManagedModel, ...] = ()
+    model_bytes: int = 0
 
 
 class Join(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="join"):
@@ -183,11 +204,13 @@ class Join(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="join"):
         number: identifies the link.
         models: the models that the engine serves.
         engine: the engine's index among several.
+        num_bytes: the memory that the engine takes.
     """
 
     number: int
     models: Models
     engine: int = 0
+    num_bytes: int = 0
 
 
 class Listening(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="listening"):
@@ -240,10 +263,12 @@ class EngineReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     Args:
         models: the models that it serves.
         stats: the answer to StatsRequest.
+        num_bytes: the memory that the process takes.
     """
 
     models: Models
     stats: dict[str, Any]
+    num_bytes: int = 0
 
 
 class ServingChanged(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="serving_changed"):
@@ -272,8 +297,22 @@ class Hung(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="hung"):
     engine: int = 0
 
 
-ToChild = StartEngine | PrepareEngine | Listening | StartGateway | Join | DrainAndStop | StopNow
-FromChild = Loading | NotStarted | EngineReady | ServingChanged | GatewayReady | Unjoined | Hung
+class SwitchEngine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="switch_engine"):
+    """Start the engine of a model that is loaded on demand, or end it."""
+
+    engine: int
+    is_wanted: bool
+
+
+class EngineStopped(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="engine_stopped"):
+    """The engine of a model that is loaded on demand has ended; `reason` is "" for one that was no longer wanted."""
+
+    engine: int
+    reason: str
+
+
+ToChild = StartEngine | PrepareEngine | Listening | StartGateway | Join | EngineStopped | DrainAndStop | StopNow
+FromChild = Loading | NotStarted | EngineReady | ServingChanged | GatewayReady | Unjoined | Hung | SwitchEngine
 
 
 class ProcessFailed(ActorError):

@@ -26,7 +26,7 @@ from genbatch.actors.engine.child_process import (
     keep_for_good,
     run_child,
 )
-from genbatch.actors.engine.freed_memory import keep_returning_freed_memory
+from genbatch.actors.engine.freed_memory import keep_returning_freed_memory, resident_bytes
 from genbatch.actors.engine.link import EngineSession, FrameStream
 from genbatch.actors.runtime.actor import ActorRef
 from genbatch.actors.runtime.supervisor import background
@@ -94,7 +94,8 @@ class EngineProcess:
         stats = await self._batcher.call(StatsRequest(), timeout=None)
         keep_for_good()
         self._nursery.start_soon(keep_returning_freed_memory)
-        await self._tell(EngineReady(models, stats))
+        num_bytes = resident_bytes() + stats.get("kv_bytes", 0)  # blocks are resident once they are used
+        await self._tell(EngineReady(models, stats, num_bytes))
 
     async def _follow(self, number: int, stream: FrameStream) -> None:
         """Serve one gateway."""

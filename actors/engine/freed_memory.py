@@ -26,17 +26,17 @@ def return_freed_memory() -> None:
 
 async def keep_returning_freed_memory() -> None:
     """Return freed memory whenever the process has grown, on a thread, since the call does not hold Python's lock."""
-    least = _resident_bytes()
+    least = resident_bytes()
     while True:
         await trio.sleep(EVERY_S)
-        now = _resident_bytes()
+        now = resident_bytes()
         if now > least + GROWTH_BYTES:
             await trio.to_thread.run_sync(return_freed_memory)
-            least = _resident_bytes()
+            least = resident_bytes()
         least = min(least, now)
 
 
-def _resident_bytes() -> int:
+def resident_bytes() -> int:
     """Return the resident bytes; 0 where the kernel does not report them, and then no memory is returned."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -16,6 +16,7 @@ import secrets
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -117,6 +118,13 @@ TICK_S = 0.5
 CANCEL_GRACE_S = 2.0
 # The engine's timeout for a health check. After that, the caller gets the last known health.
 HEALTH_WAIT_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class EndWaiting:
+    """A call: the next engine could not be started, so the open requests end with this error."""
+
+    error: GenbatchError
 
 
 class PendingCall:
@@ -266,6 +274,10 @@ class RemoteBatcher:
                 if self._models is None:
                     raise Unavailable("the engine is being started", retry_after_ms=RETRY_MS)
                 return self._models
+            case EndWaiting(error):
+                for entry in self.accepted:
+                    self._end(entry, error)
+                return None
             case DrainRequest(timeout_s=timeout_s):
                 return await self._drain(timeout_s)
             case msgspec.Struct() if (method := method_of(request)) is not None and method.crosses:

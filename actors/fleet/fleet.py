@@ -54,6 +54,7 @@ from genbatch.proto.messages import (
     Health,
     HealthRequest,
     LoadAdapterRequest,
+    LoadModelRequest,
     ModelCard,
     Models,
     ModelsRequest,
@@ -253,7 +254,7 @@ class Fleet:
                 return await self._accept(request)
             case Embed():
                 return await self._accept_embed(request)
-            case ModelsRequest():
+            case ModelsRequest() | LoadModelRequest():  # the replicas have their model loaded
                 return await self._known_models()
             case HealthRequest():
                 return self._health()

@@ -60,6 +60,8 @@ _GATEWAY_COUNTERS = {
     "engine_restarts": ("engine_restarts", "Engines started in the place of one that had died."),
     "requests_replayed": ("requests_replayed", "Requests that were run again on another engine."),
     "requests_lost": ("requests_lost", "Requests that ended with their engine."),
+    "model_loads": ("loads", "Loads of a model that is served on demand."),
+    "model_load_failures": ("failed_loads", "Loads that failed."),
 }
 _LABEL = "model_name"
 
@@ -104,10 +106,13 @@ class _ModelStats:
     def collect(self) -> Iterator[Metric]:
         """In the order of the tables above."""
         state = self._stats.get("engine")  # none where the engine is a thread
-        if state is not None:
+        if "loads" in self._stats:
+            yield _gauge("model_loaded", "Whether a model on demand is loaded, 0 or 1.", self._model, state == "up")
+        if state in ("up", "down"):
             yield _gauge("engine_up", "Whether there is an engine, 0 or 1.", self._model, state == "up")
+        if state is not None:
             yield from self._counters(_GATEWAY_COUNTERS)
-        if state != "down":
+        if state in (None, "up"):
             yield from self._engine()
 
     def _engine(self) -> Iterator[Metric]:

@@ -6,6 +6,7 @@ lose a connection. This file imports no torch.
 
 import ctypes
 import os
+import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -19,11 +20,13 @@ from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.engine.child_process import (
     ControlChannel,
     DrainAndStop,
+    EngineStopped,
     GatewayReady,
     Hung,
     Join,
     Listening,
     StartGateway,
+    SwitchEngine,
     decode_options,
     keep_for_good,
     run_child,
@@ -50,6 +53,7 @@ from genbatch.actors.runtime.telemetry import Telemetry
 from genbatch.actors.scheduling.spec import check_scheduler
 from genbatch.actors.security.key_files import AddressError
 from genbatch.actors.security.security import Security, open_security
+from genbatch.actors.service.model_keeper import ModelKeeper
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.served_models import ServedModels
 from genbatch.nif.engine_options import EngineOptions
@@ -325,9 +329,9 @@ class LinkedGateways:
         batcher: the Batcher's options, with limits that the links apply, too.
         options: the addresses.
         on_hung: called with the reason and the index of its link; see RemoteBatcher.
-        models: the names of several models, each with a link of its own; empty for one model.
-        of_fleet: see Dispatcher.
+        start: the parent's message, with the names of several models; each has a link of its own.
         sockets: see Listeners.
+        switch: called with SwitchEngine for the engine of a model that is loaded on demand.
 
     Raises:
         AddressError, KeyFileError: a gateway must not listen at its address.
@@ -339,26 +343,42 @@ class LinkedGateways:
         options: ServiceOptions,
         *,
         on_hung: Callable[[str, int], None],
-        models: Sequence[str] = (),
-        of_fleet: bool = False,
+        start: StartGateway | None = None,
         sockets: ListeningSockets | None = None,
+        switch: Callable[[SwitchEngine], None] = lambda message: None,
     ) -> None:
         self.telemetry = Telemetry()
+        models = () if start is None else start.models
+        on_demand = () if start is None else start.on_demand
         self.links = [
             RemoteBatcher(batcher, partial(_tell_hung, on_hung, place)) for place in range(max(1, len(models)))
         ]
-        self.batcher: Callee = self.links[0] if not models else ServedModels(dict(zip(models, self.links, strict=True)))
+        engines: dict[str, Callee] = dict(zip(models, self.links, strict=False))
+        self.keeper: ModelKeeper | None = None
+        if start is not None and on_demand:
+            self.keeper = ModelKeeper(on_demand, start.model_bytes, batcher, engines, switch)
+        self.batcher: Callee = ServedModels(engines, self.keeper) if engines else self.links[0]
         # If another process has opened the sockets, its engines already run, and clients may already have connected.
-        joined = [link.joined for link in self.links] if sockets is not None else []
+        running = self.links[: len(self.links) - len(on_demand)] if sockets is not None else []
         self.listeners = Listeners(
-            self.batcher, options, self.telemetry, of_fleet=of_fleet, sockets=sockets, joined=joined
+            self.batcher,
+            options,
+            self.telemetry,
+            of_fleet=start is not None and start.of_fleet,
+            sockets=sockets,
+            joined=[link.joined for link in running],
         )
 
         def child(place: int) -> ChildSpec:
             return ChildSpec(f"link_{place}", lambda: self.links[place].run)
 
+        keeper = self.keeper
         self.supervisor = Supervisor(
-            [*map(child, range(len(self.links))), self.listeners.child()],
+            [
+                *map(child, range(len(self.links))),
+                *([] if keeper is None else [ChildSpec("keeper", lambda: keeper.run)]),
+                self.listeners.child(),
+            ],
             strategy="rest_for_one",
             name="gateways",
             telemetry=self.telemetry,
@@ -368,6 +388,12 @@ class LinkedGateways:
     def addresses(self) -> tuple[str, ...]:
         """The addresses for clients, once the supervisor has started."""
         return self.listeners.addresses
+
+    async def join(self, join: Join, hand_over: socket.socket) -> None:
+        """Take the end of a new link to an engine."""
+        await self.links[join.engine].send(join, hand_over)
+        if self.keeper is not None:
+            self.keeper.engine_is_ready(join.engine, join.num_bytes)
 
     async def retire(self, timeout_s: float) -> None:
         """See the function `retire`."""
@@ -424,7 +450,11 @@ class GatewayProcess:
                         self._nursery.start_soon(self._open, start)
                     case Join() as join:
                         await self._made.wait()
-                        await self._gateways.links[join.engine].send(join, self._channel.take_socket())
+                        await self._gateways.join(join, self._channel.take_socket())
+                    case EngineStopped(engine, reason):
+                        await self._made.wait()
+                        if self._gateways.keeper is not None:
+                            await self._gateways.keeper.engine_has_ended(engine, reason)
                     case DrainAndStop(timeout_s, retires):
                         self._nursery.start_soon(self._drain, timeout_s, retires)
                     case _:
@@ -450,9 +480,9 @@ class GatewayProcess:
             decode_options(start.batcher_options, BatcherOptions),
             decode_options(start.service_options, ServiceOptions),
             on_hung=self._tell_hung,
-            of_fleet=start.of_fleet,
-            models=start.models,
+            start=start,
             sockets=self._sockets,
+            switch=lambda message: self._nursery.start_soon(self._tell, message),
         )
         self._made.set()
         await self._nursery.start(observe, self._gateways.telemetry)

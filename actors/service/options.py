@@ -1,5 +1,6 @@
 """ServiceOptions: the addresses of a service and the options of its processes, with their defaults in one place."""
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +36,11 @@ class ServiceOptions:
         allowed_origins: origins whose web pages may use it over HTTP, such as https://chat.example.
         batch_dir: folder where files and batches of OpenAI's API are kept, so that batches survive a restart. If not
             given, /v1/files and /v1/batches are off.
+        models: a directory of models, or a TOML file with a table of options for each model. Each is loaded by the
+            first request that names it.
+        keep_alive: seconds without requests after which such a model is unloaded; negative for never.
+        model_memory: GiB that such models may take together. For another model to load, the least recently used ones
+            are unloaded. 0: `max_memory_percent` of the memory that is free at the start.
         engine: "process" runs the Batcher in a process of its own, which is restarted when it dies; "thread" in this
             one, which ends with it.
         spare_engine: whether a process waits that has imported an engine's libraries, so that an engine which died is
@@ -64,6 +70,9 @@ class ServiceOptions:
     allowed_hosts: Sequence[str] = ()
     allowed_origins: Sequence[str] = ()
     batch_dir: str | None = None
+    models: str | None = None
+    keep_alive: float = 300.0
+    model_memory: float = 0.0
     engine: EngineKind = "thread"
     spare_engine: bool = False
     take_over: bool = False
@@ -99,6 +108,10 @@ class ServiceOptions:
         for host in self.allowed_hosts:
             if not re.fullmatch(r"[^/:\s]+|\[[0-9a-fA-F:]+\]", host):
                 raise OptionError("allowed_hosts", f"{host!r} is no host's name; it has no scheme and no port")
-        for name in ("shutdown_timeout_s", "max_restarts", "restart_window_s"):
+        if self.models is not None and self.engine != "process":
+            raise OptionError("models", "goes with engine process: each model has a process of its own")
+        if not math.isfinite(self.keep_alive):
+            raise OptionError("keep_alive", f"must be a number of seconds, not {self.keep_alive}")
+        for name in ("shutdown_timeout_s", "max_restarts", "restart_window_s", "model_memory"):
             if not getattr(self, name) >= 0:  # also refuses NaN
                 raise OptionError(name, f"{getattr(self, name)} is less than 0")

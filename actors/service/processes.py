@@ -28,6 +28,7 @@ from genbatch.actors.engine.child_process import (
     ChildProcess,
     DrainAndStop,
     EngineReady,
+    EngineStopped,
     GatewayReady,
     Hung,
     Join,
@@ -41,6 +42,7 @@ from genbatch.actors.engine.child_process import (
     StartEngine,
     StartGateway,
     StopNow,
+    SwitchEngine,
     Unjoined,
     encode_options,
     to_error,
@@ -50,8 +52,9 @@ from genbatch.actors.runtime.errors import StartFailed
 from genbatch.actors.runtime.supervisor import ChildSpec, Intensity, Restart, Supervisor, Task, background
 from genbatch.actors.runtime.telemetry import Telemetry
 from genbatch.actors.service.gateway_process import check_start
+from genbatch.actors.service.on_demand import EngineOnDemand, ModelOnDemand, model_bytes
 from genbatch.actors.service.options import ServiceOptions
-from genbatch.actors.service.served_models import BY_MODEL
+from genbatch.actors.service.served_models import BY_MODEL, unknown_card
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.proto.messages import Models
 
@@ -75,11 +78,12 @@ class Joint:
         self._engine: Side | None = None
         self._gateway: Side | None = None
         self._models = Models(models=())
+        self._num_bytes = 0
         self._number = 0
 
-    async def engine_is_ready(self, side: Side, models: Models) -> None:
-        """Take an engine that has started."""
-        self._engine, self._models = side, models
+    async def engine_is_ready(self, side: Side, models: Models, num_bytes: int = 0) -> None:
+        """Take an engine that has started, and takes so many bytes."""
+        self._engine, self._models, self._num_bytes = side, models, num_bytes
         await self._join()
 
     async def gateway_is_ready(self, side: Side) -> None:
@@ -111,7 +115,7 @@ class Joint:
         if self._engine is None or self._gateway is None:
             return
         self._number += 1
-        join = Join(self._number, self._models, self._place)
+        join = Join(self._number, self._models, self._place, self._num_bytes)
         ends = list(socket.socketpair())
         try:
             for side in (self._engine, self._gateway):
@@ -231,7 +235,7 @@ class EngineRunner:
             self.ready = await self._wait_until_ready(child)
             self._is_up = True
             task_status.started()
-            await self._joint.engine_is_ready(child.channel, self.ready.models)
+            await self._joint.engine_is_ready(child.channel, self.ready.models, self.ready.num_bytes)
             while (message := await child.channel.receive()) is not None:
                 match message:
                     case Unjoined(number):
@@ -279,6 +283,7 @@ class GatewayRunner:
         kill_engine: called with the reason and the engine's index when a gateway reports that it hangs.
         sockets: the listening sockets of all processes, so that no connection is refused between two of them. None lets
             each process open its own.
+        switch_engine: called when a gateway wants a model's engine, or wants it no longer.
     """
 
     def __init__(
@@ -287,8 +292,10 @@ class GatewayRunner:
         joints: Sequence[Joint],
         kill_engine: Callable[[str, int], None],
         sockets: ListeningSockets | None = None,
+        switch_engine: Callable[[SwitchEngine], None] | None = None,
     ) -> None:
         self._sockets = sockets
+        self._switch_engine = switch_engine
         self.addresses: tuple[str, ...] = ()
         self._start = start
         self._joints = joints
@@ -314,6 +321,11 @@ class GatewayRunner:
         if await self._child.stop(DrainAndStop(timeout_s, retires)):
             await self._stopped.wait()
 
+    async def tell(self, message: EngineStopped) -> None:
+        """Tell the running gateway, if there is one."""
+        if self._child is not None:
+            await self._child.stop(message)
+
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Start a process and run until it ends; `started` is called when the gateway listens.
 
@@ -332,8 +344,11 @@ class GatewayRunner:
             self.addresses = (await self._wait_until_ready(child)).addresses
             task_status.started()
             while (message := await child.channel.receive()) is not None:
-                if isinstance(message, Hung):
-                    self._kill_engine(message.reason, message.engine)
+                match message:
+                    case Hung(reason, engine):
+                        self._kill_engine(reason, engine)
+                    case SwitchEngine() if self._switch_engine is not None:
+                        self._switch_engine(message)
             code = await child.end(EXIT_S)
             if not self._is_stopping:
                 raise ProcessDied("gateway", code)
@@ -381,11 +396,13 @@ class ServiceProcesses:
 
     Args:
         engines: one per model, in the order of their names.
+        on_demand: the names of the models that are loaded on demand; theirs are the last engines.
     """
 
     engines: tuple[EngineRunner, ...]
     gateway: GatewayRunner
     telemetry: Telemetry
+    on_demand: tuple[str, ...] = ()
 
     @property
     def engine(self) -> EngineRunner:
@@ -400,8 +417,8 @@ class ServiceProcesses:
     async def describe(self) -> tuple[Models, dict[str, Any]]:
         """Return the served models, and the stats at the engine's start; for several models by name."""
         ready = [engine.ready for engine in self.engines if engine.ready is not None]
-        assert len(ready) == len(self.engines), "an engine has not started"
-        models = Models(models=tuple([card for one in ready for card in one.models.models]))
+        cards = [card for one in ready for card in one.models.models]
+        models = Models(models=(*cards, *[unknown_card(name) for name in self.on_demand]))
         if len(ready) == 1:
             return models, ready[0].stats
         return models, {BY_MODEL: {one.models.models[0].id: one.stats for one in ready}}
@@ -417,7 +434,7 @@ class ServiceProcesses:
 
 @asynccontextmanager
 async def open_processes(
-    engine_options: EngineOptions | Sequence[EngineOptions],
+    engine_options: EngineOptions | Sequence[EngineOptions | ModelOnDemand],
     batcher_options: BatcherOptions,
     options: ServiceOptions,
     *,
@@ -429,7 +446,7 @@ async def open_processes(
 
     Args:
         engine_options: the options of each of several models, with the names for clients. The models are loaded one
-            after another, so that each measures the memory that the earlier ones left.
+            after another, so that each measures the memory that the earlier ones left. Models on demand come last.
         of_fleet: whether this service is a replica, called by the gateways of a fleet; see Dispatcher.
         progress: called as progress(stage, done, total) while the model loads.
         sockets: see GatewayRunner.
@@ -439,35 +456,44 @@ async def open_processes(
         RestartLimit: an engine died too often. A gateway has no limit: strangers reach it, and may cause its crashes.
     """
     wanted = [engine_options] if isinstance(engine_options, EngineOptions) else list(engine_options)
-    for one in wanted:
+    on_demand = [one for one in wanted if isinstance(one, ModelOnDemand)]
+    each = [one.engine if isinstance(one, ModelOnDemand) else one for one in wanted]
+    for one in each:
         check_start(one, batcher_options, options, sockets)
-    names = tuple(one.served_model_name for one in wanted) if len(wanted) > 1 else ()
+    names = tuple(one.served_model_name for one in each) if len(wanted) > 1 or on_demand else ()
     assert all(names) and len(set(names)) == len(names), names
+    num_kept = len(wanted) - len(on_demand)
     telemetry, batcher = Telemetry(), encode_options(batcher_options)
     joints = [Joint(place) for place in range(len(wanted))]
     spare = SpareEngine() if options.spare_engine else None
     new_process = new_engine if spare is None else spare.take
     engines = tuple(
         EngineRunner(StartEngine(encode_options(one), batcher), joint, progress or _ignore, new_process)
-        for one, joint in zip(wanted, joints, strict=True)
+        for one, joint in zip(each, joints, strict=True)
     )
+    managed = tuple(one.managed(num_kept + index) for index, one in enumerate(on_demand))
+    budget = model_bytes(options.model_memory, each[0].max_memory_percent) if managed else 0
     gateway = GatewayRunner(
-        StartGateway(encode_options(options), batcher, of_fleet, names),
+        StartGateway(encode_options(options), batcher, of_fleet, names, managed, budget),
         joints,
         lambda reason, place: engines[place].kill(reason),
         sockets,
+        lambda message: switches[message.engine].switch(message),
     )
+    switches = {one.engine: EngineOnDemand(one.engine, engines[one.engine].run, gateway.tell) for one in managed}
     async with AsyncExitStack() as stack:
-        for place, engine in enumerate(engines):
+        for place, engine in enumerate(engines[:num_kept]):
             name = f"engine of {names[place]}" if names else "engine"
             await stack.enter_async_context(kept_running(name, _runs(engine), options, telemetry))
         await stack.enter_async_context(
             kept_running("gateway", lambda: gateway.run, options, telemetry, restart="transient", pause_s=PAUSE_S)
         )
+        nursery = await stack.enter_async_context(background())
+        for switch in switches.values():
+            nursery.start_soon(switch.run)
         if spare is not None:
-            nursery = await stack.enter_async_context(background())
             nursery.start_soon(spare.run)
-        yield ServiceProcesses(engines, gateway, telemetry)
+        yield ServiceProcesses(engines, gateway, telemetry, names[num_kept:])
 
 
 def _runs(engine: EngineRunner) -> Callable[[], Task]:

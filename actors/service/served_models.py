@@ -8,8 +8,9 @@ an adapter's.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ import trio
 from genbatch.actors.batcher.messages import Embed, Generate
 from genbatch.actors.gateways.dispatcher import Callee
 from genbatch.actors.runtime.errors import ActorDown, CallTimeout
+from genbatch.actors.service.model_keeper import ModelKeeper
 from genbatch.proto.errors import InvalidRequest, ModelNotFound, Unavailable
 from genbatch.proto.messages import (
     Drained,
@@ -26,6 +28,7 @@ from genbatch.proto.messages import (
     HealthRequest,
     HealthStatus,
     LoadAdapterRequest,
+    LoadModelRequest,
     ModelCard,
     Models,
     ModelsRequest,
@@ -46,11 +49,13 @@ class ServedModels:
 
     Args:
         engines: the engine of each model, by the model's name; the first engine serves requests without a name.
+        keeper: loads and unloads the models that are served on demand.
     """
 
-    def __init__(self, engines: Mapping[str, Callee]) -> None:
+    def __init__(self, engines: Mapping[str, Callee], keeper: ModelKeeper | None = None) -> None:
         assert engines, "nothing is served"
         self._engines = dict(engines)
+        self._keeper = keeper
 
     async def call(self, request: object, *, timeout: float | None = 5.0, control: bool = False) -> Any:
         """Answer a call as a Batcher's ref does.
@@ -60,11 +65,13 @@ class ServedModels:
         """
         match request:
             case Generate() | Embed():
-                engine = await self._named(request.request.model)
-                return await engine.call(request, timeout=timeout, control=control)
+                return await self._work(request)
             case msgspec.Struct() if lane_of(request) is Lane.TEXT:
-                engine = await self._named(getattr(request, "model", None))
-                return await engine.call(request, timeout=timeout, control=control)
+                model = await self._named(getattr(request, "model", None))
+                async with self._using(model):
+                    return await self._engines[model].call(request, timeout=timeout, control=control)
+            case LoadModelRequest():
+                return await self._load(request)
             case ModelsRequest():
                 return Models(models=await self._cards())
             case HealthRequest():
@@ -72,8 +79,8 @@ class ServedModels:
             case StatsRequest():
                 return await self._stats()
             case UnloadAdapterRequest():
-                engine = await self._named(request.name)
-                return await engine.call(request, timeout=timeout, control=control)
+                model = await self._named(request.name)
+                return await self._engines[model].call(request, timeout=timeout, control=control)
             case LoadAdapterRequest():
                 raise InvalidRequest(
                     None, "which of several models it adapts cannot be said; load it at the start, or alone"
@@ -83,29 +90,87 @@ class ServedModels:
             case _:
                 raise TypeError(f"several models have no call {type(request).__name__}")
 
-    async def _named(self, name: str | None) -> Callee:
-        """Return the engine for a name: a model's name, or another name that a model's engine lists."""
+    async def _work(self, message: Generate | Embed) -> Any:
+        request = message.request
+        model = await self._named(request.model)
+        began = trio.current_time()
+        async with self._using(model, request.n, request.deadline_s, has_default=bool(message.client)):
+            waited_s = trio.current_time() - began
+            if waited_s and request.deadline_s is not None:
+                left_s = max(0.001, request.deadline_s - waited_s)
+                request = msgspec.structs.replace(request, deadline_s=left_s)
+                message = replace(message, request=request)  # type: ignore[arg-type]  # of the kind that it was
+            return await self._engines[model].call(message, timeout=None)
+
+    @asynccontextmanager
+    async def _using(
+        self, model: str, n: int = 1, wait_s: float | None = None, *, has_default: bool = True
+    ) -> AsyncIterator[None]:
+        """Keep the model loaded for as long as the body runs."""
+        if self._keeper is None or model not in self._keeper:
+            yield
+            return
+        if wait_s is None and has_default:
+            wait_s = self._keeper.default_wait_s
+        async with self._keeper.using(model, n, wait_s):
+            yield
+
+    async def _load(self, request: LoadModelRequest) -> Models:
+        model = await self._named(request.model)
+        if self._keeper is not None and model in self._keeper:
+            if request.keep_alive is not None:
+                self._keeper.keep(model, request.keep_alive)
+            if request.keep_alive != 0:
+                async with self._using(model):
+                    pass
+        return Models(models=await self._cards())
+
+    async def _named(self, name: str | None) -> str:
+        """Return the model of a name: a model's name, or another name that a model's engine lists."""
         if name is None:
-            return next(iter(self._engines.values()))
+            return next(iter(self._engines))
         if name in self._engines:
-            return self._engines[name]
+            return name
         listed: list[str] = []
-        for model, engine in self._engines.items():
+        for model in self._engines:
             try:
-                names = [card.id for card in await _cards_of(engine)]
+                names = [card.id for card in await self._cards_of(model)]
             except (Unavailable, ActorDown, CallTimeout):  # it has not started yet, or its link restarts
                 names = [model]
             if name in names:
-                return engine
+                return model
             listed += names
         raise ModelNotFound(f"the model {name[:128]!r} is not served here; there is {', '.join(listed)}", field="model")
 
     async def _cards(self) -> tuple[ModelCard, ...]:
         """Return all cards, or raise: clients would take an incomplete list for the whole."""
-        return tuple([card for engine in self._engines.values() for card in await _cards_of(engine)])
+        return tuple([card for model in self._engines for card in await self._cards_of(model)])
+
+    async def _cards_of(self, model: str) -> tuple[ModelCard, ...]:
+        """Return the cards of a model and its adapters, as far as they are known."""
+        asked = self._engines[model].call(ModelsRequest(), control=True)
+        if self._keeper is None or model not in self._keeper:
+            answer: Models = await asked
+            return answer.models
+        try:
+            answer = await asked
+            cards = answer.models
+        except (Unavailable, ActorDown, CallTimeout):  # it was not loaded yet
+            adapters = [unknown_card(name, parent=model) for name in self._keeper.adapters[model]]
+            cards = (unknown_card(model), *adapters)
+        state = self._keeper.state(model)
+        return tuple([msgspec.structs.replace(card, state=state) for card in cards])
+
+    def _is_loaded(self, model: str) -> bool:
+        return self._keeper is None or model not in self._keeper or self._keeper.is_loaded(model)
 
     async def _health(self) -> Health:
-        found = [await self._health_of(engine) for engine in self._engines.values()]
+        loaded = [engine for model, engine in self._engines.items() if self._is_loaded(model)]
+        found = [await self._health_of(engine) for engine in loaded]
+        if self._keeper is not None:  # requests load a model that is not there
+            waiting = self._keeper.num_waiting()
+            status: HealthStatus = "draining" if self._keeper.is_draining else "ready"
+            found.append(Health(status=status, steps=0, requests_running=0, requests_waiting=waiting, stalled_s=0.0))
         return Health(
             status=max((health.status for health in found), key=_STATUSES.index),
             steps=sum(health.steps for health in found),
@@ -130,7 +195,12 @@ class ServedModels:
             for _ in range(2):  # the second call knows if the engine died during the first
                 with suppress(Unavailable, ActorDown, CallTimeout):
                     found[model] = await engine.call(StatsRequest(), control=True)
-                    return
+                    break
+            if self._keeper is not None and model in self._keeper:
+                own = self._keeper.stats(model)
+                found[model] |= own
+                if own["state"] != "loaded":
+                    found[model] |= {"engine": own["state"], "model": model}
 
         async with trio.open_nursery() as nursery:
             for model, engine in self._engines.items():
@@ -140,6 +210,8 @@ class ServedModels:
 
     async def _drain(self, request: DrainRequest) -> Drained:
         cancelled: list[int] = []
+        if self._keeper is not None:
+            self._keeper.drain()
 
         async def drain(engine: Callee) -> None:
             drained: Drained = await engine.call(request, timeout=None, control=True)
@@ -151,9 +223,20 @@ class ServedModels:
         return Drained(num_cancelled=sum(cancelled))
 
 
-async def _cards_of(engine: Callee) -> tuple[ModelCard, ...]:
-    answer: Models = await engine.call(ModelsRequest(), control=True)
-    return answer.models
+def unknown_card(name: str, parent: str | None = None) -> ModelCard:
+    """Return the card of a model that was not loaded yet, or of an adapter of it."""
+    return ModelCard(
+        id=name,
+        n_ctx=0,
+        n_parallel=0,
+        vocab_size=0,
+        dtype="",
+        quantize="",
+        runner="",
+        device="",
+        parent=parent,
+        state="unloaded",
+    )
 
 
 def _counts(found: Iterable[Mapping[str, Any]]) -> dict[str, int]:

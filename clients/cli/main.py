@@ -16,6 +16,9 @@ COMMANDS = {
         "serve",
         "Serve models to many callers, until Ctrl-C or SIGTERM; a second one does not wait for open requests.",
     ),
+    "pull": ("hub", "Download models of the Hugging Face hub, so that they are served without a network."),
+    "list": ("hub", "List the models in the Hugging Face cache, with their size and last use."),
+    "rm": ("hub", "Delete models from the Hugging Face cache. A service that has one loaded goes on with it."),
     "generate": ("generate", "Answer one prompt, streamed to standard output."),
     "chat": ("chat", "Talk with the model."),
     "embed": ("generate", "Print an embedding for each text: a line of JSON, in their order."),
@@ -37,6 +40,10 @@ COMMANDS = {
 }
 
 
+# Commands with the name of a type of Python's.
+_FUNCTIONS = {"list": "list_models"}
+
+
 class _Commands(typer.core.TyperGroup):
     """Lists its commands as they were added, by name and help alone, and runs the real ones."""
 
@@ -48,7 +55,7 @@ class _Commands(typer.core.TyperGroup):
 def load(name: str) -> Any:
     """The command of this name, with its flags: its module is imported."""
     module, _ = COMMANDS[name]
-    command = getattr(import_module(f"genbatch.clients.cli.{module}"), name)
+    command = getattr(import_module(f"genbatch.clients.cli.{module}"), _FUNCTIONS.get(name, name))
     if isinstance(command, typer.Typer):  # one with commands of its own
         return typer.main.get_command(command)
     alone = typer.Typer(add_completion=False, **_LOOK)

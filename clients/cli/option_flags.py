@@ -170,6 +170,7 @@ _HEADINGS = {
     "record": "Flight recorder",
     "bind": "Listening",
     "keys": "Security",
+    "models": "Models on demand",
     "engine": "Processes",
     "log_format": "Log",
 }
@@ -182,6 +183,9 @@ _VALUES = {
     "allowed_hosts": "NAME",
     "allowed_origins": "ORIGIN",
     "batch_dir": "DIR",
+    "keep_alive": "SECONDS",
+    "model_memory": "GIB",
+    "models": "PATH",
     "keys": "DIR",
     "lora": "NAME=DIR",
     "system_prompts": "TEXT",

@@ -22,12 +22,13 @@ from genbatch.actors.observing.observe import log_event, observe, start_logging,
 from genbatch.actors.runtime.supervisor import background
 from genbatch.actors.runtime.telemetry import Telemetry
 from genbatch.actors.service.gateway_process import check_start, door_addresses
+from genbatch.actors.service.on_demand import ModelOnDemand
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.take_over import Predecessor, Succession, find_predecessor
 from genbatch.clients.cli.command import UsageError, run_service, with_flag_groups
 from genbatch.clients.cli.connection import LoadingBars, import_engine
 from genbatch.clients.cli.option_flags import DEFAULT_MODEL, ServiceFlags
-from genbatch.clients.cli.settings import ConfigFlags, settings_of
+from genbatch.clients.cli.settings import ConfigFlags, models_on_demand, settings_of
 from genbatch.nif.cores import multiplies_int8
 from genbatch.nif.engine_options import EngineOptions, is_torchrun, torchrun_rank
 from genbatch.nif.models.model_names import written_path
@@ -119,6 +120,18 @@ class FleetFlags:
 _MEBIBYTE = 2**20
 
 
+def on_demand_banner(names: Sequence[str], addresses: Sequence[str], options: ServiceOptions) -> Panel:
+    """Show the models that are loaded on demand."""
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(style="cyan")
+    rows.add_column()
+    rows.add_row("on demand", ", ".join(names))
+    rows.add_row("keep alive", f"{options.keep_alive:g} s" if options.keep_alive >= 0 else "for good")
+    for address in addresses:
+        rows.add_row("listening", address)
+    return Panel(rows, title="genbatch", title_align="left", border_style="cyan", expand=False)
+
+
 def banner(card: ModelCard, stats: Mapping[str, Any], addresses: Sequence[str], adapters: Sequence[str] = ()) -> Panel:
     """The banner of a service of this model and these adapters with these stats, reachable at `addresses`."""
     rows = Table.grid(padding=(0, 2))
@@ -175,6 +188,8 @@ def serve(
       genbatch serve ./my-model --dtype bfloat16 --system-prompt "You are terse."
 
       genbatch serve smollm2 minilm=./all-MiniLM-L6-v2 --http :8000
+
+      genbatch serve --models ./models --keep-alive 600 --http :8000
     """
 
     async def run(stopping: trio.Event) -> None:
@@ -182,10 +197,16 @@ def serve(
         named = named_models(model or [])
         settings = settings_of(context, named[0][1] if named else DEFAULT_MODEL, file, flags)
         engine, options = settings.engine(), settings.service()
-        engines = engines_of(engine, named)
-        if len(engines) > 1:
-            _check_several(engine, options, fleet)
-        engine = engines[0]
+        engines: list[EngineOptions | ModelOnDemand] = []
+        if options.models is None:
+            engines += engines_of(engine, named)
+        else:
+            kept = engines_of(engine, named) if named else []
+            engines += [replace(one, served_model_name=name_of(one)) for one in kept]
+            engines += models_on_demand(written_path(options.models), engine, options.keep_alive)
+        if len(engines) > 1 or options.models is not None:
+            _check_several(engine, options, fleet, [name_of(one) for one in engines])
+        engine = engines[0].engine if isinstance(engines[0], ModelOnDemand) else engines[0]
         if engine.tensor_parallel > 1 and is_torchrun():
             if rank := torchrun_rank(engine):
                 await _follow(engine, rank, stopping)
@@ -249,8 +270,17 @@ def default_name(model: str) -> str:
     return path.stem if path.suffix.lower() == ".gguf" else model
 
 
-def _check_several(engine: EngineOptions, options: ServiceOptions, fleet: FleetFlags) -> None:
+def name_of(model: EngineOptions | ModelOnDemand) -> str:
+    """Return the name of a model for clients; without a given name, the name of its path."""
+    engine = model.engine if isinstance(model, ModelOnDemand) else model
+    return engine.served_model_name or default_name(engine.model_path)
+
+
+def _check_several(engine: EngineOptions, options: ServiceOptions, fleet: FleetFlags, names: Sequence[str]) -> None:
     """Raises UsageError for what is said of one model where there are several."""
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise UsageError(f"model: two models are called {twice[0]}; say NAME=MODEL")
     if engine.served_model_name:
         raise UsageError("served_model_name: with several models write NAME=MODEL for each")
     if engine.chat_template:
@@ -312,8 +342,11 @@ async def _serve(
         async with opening() as service:
             models, stats = await service.describe()
             by_model = stats.get("by_model", {})
+            on_demand = [card.id for card in models.models if card.state != "loaded"]
+            if on_demand:
+                Console().print(on_demand_banner(on_demand, service.addresses, options))
             for card in models.models:  # none, while a fleet has no replica
-                if card.parent is None:
+                if card.parent is None and card.id not in on_demand:
                     adapters = [other.id for other in models.models if other.parent == card.id]
                     Console().print(banner(card, by_model.get(card.id, stats), service.addresses, adapters))
             await nursery.start(observe, service.telemetry)
@@ -364,7 +397,10 @@ async def _give_up_start(stopping: trio.Event, ready: trio.Event, scope: trio.Ca
 
 @asynccontextmanager
 async def _open_service(
-    engines: Sequence[EngineOptions], batcher: BatcherOptions, options: ServiceOptions, sockets: ListeningSockets
+    engines: Sequence[EngineOptions | ModelOnDemand],
+    batcher: BatcherOptions,
+    options: ServiceOptions,
+    sockets: ListeningSockets,
 ) -> AsyncIterator[Running]:
     async with AsyncExitStack() as stack:
         with LoadingBars() as bars:
@@ -372,16 +408,17 @@ async def _open_service(
                 from genbatch.actors.service.processes import open_processes
 
                 bars("start", 0, 0)  # over there
-                wanted = engines if len(engines) > 1 else engines[0]
                 opening: AbstractAsyncContextManager[Running] = open_processes(
-                    wanted, batcher, options, progress=bars, sockets=sockets
+                    engines, batcher, options, progress=bars, sockets=sockets
                 )
             else:
-                check_start(engines[0], batcher, options, sockets)
+                [engine] = engines
+                assert isinstance(engine, EngineOptions), "models on demand have processes"
+                check_start(engine, batcher, options, sockets)
                 await import_engine(bars)
                 from genbatch.actors.service.service import open_service
 
-                opening = open_service(engines[0], batcher, options, progress=bars, sockets=sockets)
+                opening = open_service(engine, batcher, options, progress=bars, sockets=sockets)
             service = await stack.enter_async_context(opening)
         yield service
 

@@ -17,7 +17,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ import typer
 
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.gateways.addresses import default_address
+from genbatch.actors.service.on_demand import ModelOnDemand, on_demand_in
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.clients.cli.command import report, with_flag_groups
 from genbatch.clients.cli.option_flags import (
@@ -191,18 +192,23 @@ def _named_in(text: str) -> str:
 def _from_file(path: Path | None) -> dict[str, tuple[Any, str]]:
     if path is None:
         return {}
-    try:
-        text = path.read_text()
-        found = tomllib.loads(text)
-    except OSError as error:
-        raise OptionError("config", f"cannot read {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise OptionError("config", f"{path} is no TOML: {error}") from error
+    found, text = _toml(path, "config")
     given = {}
     for name, value in _flattened(found).items():
         where = f"{path}, line {_line_of(name, text)}"
         given[name] = (_checked(_known(name, where), value, where, strict=True), where)
     return given
+
+
+def _toml(path: Path, option: str) -> tuple[dict[str, Any], str]:
+    """The content of a file, and its text."""
+    try:
+        text = path.read_text()
+        return tomllib.loads(text), text
+    except OSError as error:
+        raise OptionError(option, f"cannot read {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise OptionError(option, f"{path} is no TOML: {error}") from error
 
 
 def _flattened(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -229,6 +235,42 @@ def _line_of(name: str, text: str) -> int:
         if said and ".".join(filter(None, (current, said[1].replace('"', "").replace(" ", "")))) in (name, table):
             return number
     return 1
+
+
+# Models on demand
+
+
+def models_on_demand(path: Path, engine: EngineOptions, keep_alive: float) -> list[ModelOnDemand]:
+    """The models in a directory, or of a TOML file with a table for each: its options in the place of the service's.
+
+    Args:
+        engine: the options of every model, as far as its table says nothing else.
+        keep_alive: the same.
+
+    Raises:
+        OptionError: there is no model, a key is unknown, or a value is wrong; it says where.
+    """
+    tables: Mapping[str, Any]
+    if path.is_dir():
+        tables = {name: {"model": source} for name, source in on_demand_in(path).items()}
+    else:
+        tables = _toml(path, "models")[0]
+    if not tables:
+        raise OptionError("models", f"there is no model in {path}")
+    found = []
+    for name, table in tables.items():
+        where = f"{path}, table {name}"
+        if not isinstance(table, Mapping) or "model" not in table:
+            raise OptionError("models", f"a table with a key `model` is wanted for each model ({where})")
+        values: dict[str, Any] = {"served_model_name": name}
+        for key, value in table.items():
+            option = _known(key, where)
+            if option.owner is not EngineOptions and key != "keep_alive":
+                raise OptionError(key, f"is no option of one model ({where})")
+            values[option.field] = _checked(option, value, where, strict=True)
+        own_keep_alive = values.pop("keep_alive", keep_alive)
+        found.append(ModelOnDemand(replace(engine, **values), own_keep_alive))
+    return found
 
 
 # Values

@@ -36,6 +36,14 @@ from genbatch.proto.errors import GenbatchError
 # Heading -> {name in the stats: what a person reads}; whatever else a service counts comes last, as it is.
 _SECTIONS = {
     "Service": {"model": "model", "runner": "runner", "n_parallel": "sequences at once"},
+    "On demand": {
+        "state": "state",
+        "unload_in_s": "seconds until it is unloaded",
+        "model_bytes": "bytes",
+        "loads": "loads",
+        "failed_loads": "failed loads",
+        "requests_waiting_for_load": "requests that wait for it",
+    },
     "Requests": {
         "requests_running": "running",
         "requests_waiting": "waiting",
@@ -129,6 +137,8 @@ def stats_table(counted: Mapping[str, Any]) -> Table:
     table.add_column(justify="right")
     shown = set(_LEFT_OUT)
     for heading, names in _SECTIONS.items():
+        if heading == "On demand" and "loads" not in counted:
+            continue
         table.add_row(f"[bold white]{heading}")
         for name, title in names.items():
             if name in counted:
@@ -426,6 +436,8 @@ async def _look(client: Client, history: TopHistory, model: str = "") -> str:
             history.others = [name for name in by_model if name != (model or next(iter(by_model)))]
             if stats.get("engine") == "down":
                 return "the engine is down"
+            if stats.get("engine", "up") != "up":
+                return f"{stats['model']} is {stats['engine']}; a request loads it"
             history.add(stats, trio.current_time())
     except GenbatchError as error:
         return str(error)

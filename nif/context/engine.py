@@ -16,12 +16,14 @@ from genbatch.nif.cores import available_cores
 from genbatch.nif.cuda_device import choose_device
 from genbatch.nif.engine_options import GPU_ONLY, EngineOptions, check_dtype
 from genbatch.nif.errors import AdapterError, ModelError, OptionError
-from genbatch.nif.kv.cache_size import CacheLimits, CacheSize, StepShape, cache_size, free_host_memory, gpu_memory
+from genbatch.nif.free_memory import free_host_memory
+from genbatch.nif.kv.cache_size import CacheLimits, CacheSize, StepShape, cache_size, gpu_memory
 from genbatch.nif.models.architecture import widest_mlp
+from genbatch.nif.models.hub import Progress
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.lora import AdapterLimits, Adapters
 from genbatch.nif.models.model_names import written_path
-from genbatch.nif.models.model_source import ModelSource, Progress, no_progress, resolve_model
+from genbatch.nif.models.model_source import ModelSource, no_progress, resolve_model
 from genbatch.nif.models.warm_model import keep_model, kept_model
 from genbatch.nif.native.build import NativeUnavailable, build_library
 from genbatch.nif.native.model_weights import ModelWeights

@@ -2,42 +2,13 @@
 
 import gc
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
 
 from genbatch.nif.errors import OptionError
 from genbatch.nif.runner import LayerGroup
-
-if TYPE_CHECKING:
-    import torch
-
-# (limit file, usage file, key in memory.stat of the reclaimable page cache) for cgroup v2 and v1
-_FILES = (
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
-
-
-def free_host_memory(root: Path = Path("/")) -> int | None:
-    """Return the bytes that this process can still use: MemAvailable, or a control group's lower limit.
-
-    Args:
-        root: the folder where proc and sys are mounted.
-
-    Returns:
-        The bytes, or None if the system does not tell (no /proc/meminfo).
-    """
-    try:
-        lines = (root / "proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    fields = dict(line.split(":", 1) for line in lines if ":" in line)
-    if "MemAvailable" not in fields:
-        return None
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    return max(0, min([available, *_cgroup_rooms(root)]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,66 +42,19 @@ class GpuMemory:
         )
 
 
-def gpu_memory(device: "torch.device", *, collect: bool) -> GpuMemory:
+def gpu_memory(device: torch.device, *, collect: bool) -> GpuMemory:
     """Measure the memory of a CUDA device.
 
     Args:
         collect: collect garbage first and empty torch's cache, which waits for the device.
             Loading a model leaves gigabytes of unused segments, and a stopped Batcher leaves its whole pool.
     """
-    import torch  # imported here, so that `free_host_memory` works without torch
-
     if collect:
         gc.collect()
         torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
     return GpuMemory(str(device), int(total), int(free), int(reserved), int(allocated))
-
-
-def _cgroup_rooms(root: Path) -> Iterator[int]:
-    """Yield the free bytes of each control group around this process, innermost first."""
-    for folder in _cgroup_folders(root):
-        for limit_file, usage_file, reclaimable_key in _FILES:
-            limit, usage = _number(folder / limit_file), _number(folder / usage_file)
-            if limit is not None and usage is not None:
-                yield limit - usage + _statistic(folder / "memory.stat", reclaimable_key)
-
-
-def _cgroup_folders(root: Path) -> Iterator[Path]:
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        mount = root / "sys/fs/cgroup" / ("memory" if controllers else "")
-        folder = mount / path.lstrip("/")
-        # A container may show a path outside the mount. Then the walk still ends at the mount itself.
-        yield folder
-        for parent in folder.parents:
-            if not parent.is_relative_to(mount):
-                break
-            yield parent
-
-
-def _number(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return None if text == "max" else int(text)
-
-
-def _statistic(path: Path, key: str) -> int:
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return 0
-    fields = dict(line.split(" ", 1) for line in lines)
-    return int(fields.get(key, 0))
 
 
 # TensorRT-LLM's names for two of the limits.

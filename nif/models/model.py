@@ -48,8 +48,9 @@ from genbatch.nif.models.file_checks import (
     token_ids,
 )
 from genbatch.nif.models.gguf_file import GgufFile, GgufWeights, gguf_config, gguf_end_tokens, gguf_tokenizer
+from genbatch.nif.models.hub import Progress
 from genbatch.nif.models.loaded_model import Model
-from genbatch.nif.models.model_source import ModelSource, Progress, no_progress, quiet_transformers, resolve_model
+from genbatch.nif.models.model_source import ModelSource, no_progress, quiet_transformers, resolve_model
 from genbatch.nif.models.quantised_checkpoint import QuantisedWeights, quantisation_of
 from genbatch.nif.models.self_check import check_paged_path, probe_layers
 from genbatch.nif.models.weight_source import SafetensorsWeights, TextWeights, WeightSource

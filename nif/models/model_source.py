@@ -14,7 +14,7 @@ import sys
 import tempfile
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from filelock import FileLock
 from genbatch.nif.errors import ModelError
 from genbatch.nif.models.gguf_families import FAMILIES
 from genbatch.nif.models.gguf_file import GgufFile, check_unscaled
+from genbatch.nif.models.hub import HUB_ID, Progress, download
 from genbatch.nif.models.model_names import (
     NAMED_MODELS,
     PackagedGguf,
@@ -35,9 +36,6 @@ from genbatch.nif.models.model_names import (
     written_path,
 )
 from genbatch.nif.trusted_files import NotOurs, is_ours, private_folder
-
-Progress = Callable[[str, int, int], None]
-"""Called as progress(stage, done, total): "download", "convert", "load", "compile" or "pack", total 0 while unknown."""
 
 
 @contextmanager
@@ -132,10 +130,6 @@ log = logging.getLogger("genbatch")
 
 OTHER_CACHE = "name another folder for the cache with $GENBATCH_CACHE"
 
-# Weights, configuration, tokenizer and template; never pickled weights, never code.
-# guard: no pickles fetched
-_SNAPSHOT_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer*", "*.model"]
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _FIRST_PIP_WITH_RAW_PROGRESS = (24, 1)
 
 
@@ -178,9 +172,11 @@ def _resolve(source: str, progress: Progress) -> ModelSource:
         return ModelSource(path.resolve().name, path)
     if path.is_file():
         return ModelSource(path.stem, _readable(source, path, progress))
-    if not _HUB_ID.fullmatch(source):
+    if not HUB_ID.fullmatch(source):
         raise ModelError(source, f"no such file or directory, and no name among {known_names()}")
-    return ModelSource(source, _snapshot(source, progress))
+    directory = download(source, progress)
+    check_directory(source, directory)
+    return ModelSource(source, directory)
 
 
 def cache_directory() -> Path:
@@ -367,48 +363,3 @@ def _remove(path: Path) -> None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-# Directories and Hugging Face ids
-
-
-def _snapshot(source: str, progress: Progress) -> Path:
-    import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    progress("download", 0, 0)
-    try:
-        with quiet_transformers():
-            bar = _reporting_bar(progress)
-            found = huggingface_hub.snapshot_download(source, allow_patterns=_SNAPSHOT_PATTERNS, tqdm_class=bar)
-    except LocalEntryNotFoundError as fault:
-        raise ModelError(
-            source,
-            f"it is neither a local path, nor a name among {known_names()}, nor in the Hugging Face cache, and "
-            f"huggingface.co cannot be reached; where it can, run: hf download {source}",
-        ) from fault
-    except (HfHubHTTPError, HFValidationError, OSError) as fault:
-        reason = str(fault).strip().splitlines()[0] if str(fault).strip() else type(fault).__name__
-        raise ModelError(source, f"huggingface.co refused it: {reason}") from fault
-    directory = Path(found)
-    check_directory(source, directory)
-    return directory
-
-
-def _reporting_bar(progress: Progress) -> Any:
-    """A bar class for the Hugging Face client that draws nothing and reports bytes."""
-    import huggingface_hub
-
-    client: Any = huggingface_hub.utils
-    drawn = client.tqdm
-
-    def start(bar: Any, *args: Any, **kwargs: Any) -> None:
-        bar.counts_bytes = kwargs.get("unit") == "B"
-        drawn.__init__(bar, *args, **{**kwargs, "disable": True})
-
-    def update(bar: Any, n: float | None = 1) -> None:
-        bar.n += n or 0
-        if bar.counts_bytes:
-            progress("download", int(bar.n), int(bar.total or 0))
-
-    return type("ReportingBar", (drawn,), {"__init__": start, "update": update})

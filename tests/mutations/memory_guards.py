@@ -144,6 +144,12 @@ MEMORY_GUARDS = (
         "a model's file runs code",
     ),
     Mutation(
+        "damaged downloads",
+        never,
+        ("nif/models/test_hub.py::test_a_damaged_file_is_refused_and_downloaded_anew",),
+        "a model has wrong weights",
+    ),
+    Mutation(
         "no code of a model",
         argument_becomes("from_pretrained", "trust_remote_code", "True"),
         ("nif/models/test_model.py::test_code_from_the_directory_is_never_run",),

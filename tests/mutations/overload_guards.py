@@ -15,6 +15,8 @@ from tests.mutations.mutation import (
 
 BAD_REQUESTS = ("actors/batcher/test_answers.py::test_bad_requests_get_typed_errors_and_the_others_do_not_notice",)
 
+LOADED_MODELS = "actors/service/test_loaded_models.py::"
+
 OVERLOAD_GUARDS = (
     Mutation(
         "the prompt fits",
@@ -77,6 +79,54 @@ OVERLOAD_GUARDS = (
         never,
         ("actors/batcher/test_overload.py::test_the_operators_limit_on_an_answers_time_ends_it_as_its_length_does",),
         "an answer takes longer than the operator allows",
+    ),
+    Mutation(
+        "no loads while draining",
+        never,
+        (LOADED_MODELS + "test_a_draining_service_loads_nothing_more_and_refuses_who_waits",),
+        "a service that stops loads models",
+    ),
+    Mutation(
+        "models that never fit",
+        never,
+        (LOADED_MODELS + "test_a_model_that_never_fits_is_refused_and_one_that_was_measured_larger_is_served_alone",),
+        "a model takes all memory",
+    ),
+    Mutation(
+        "back-off of failed loads",
+        never,
+        (LOADED_MODELS + "test_a_failed_load_ends_its_requests_and_is_tried_again_after_a_bounded_pause",),
+        "a broken model is loaded all the time",
+    ),
+    Mutation(
+        "requests that wait for a load",
+        never,
+        (LOADED_MODELS + "test_requests_that_wait_for_a_load_are_bounded",),
+        "memory grows while a model loads",
+    ),
+    Mutation(
+        "a load that nobody waits for",
+        never,
+        (LOADED_MODELS + "test_a_load_that_nobody_waits_for_goes_on_until_another_model_is_wanted",),
+        "a caller that left makes others wait",
+    ),
+    Mutation(
+        "a model's turn",
+        never,
+        (LOADED_MODELS + "test_a_busy_model_takes_no_newcomers_once_another_one_waits_for_its_room",),
+        "models are loaded all the time and serve nobody",
+    ),
+    Mutation(
+        "never one with open requests",
+        never,
+        (LOADED_MODELS + "test_an_idle_model_is_unloaded_after_keep_alive_and_not_before",),
+        "a model goes during an answer",
+    ),
+    Mutation(
+        "one load at a time",
+        never,
+        (LOADED_MODELS + "test_models_are_loaded_one_after_another",),
+        "loads share the memory that each has measured as free",
     ),
     Mutation(
         "default deadline, at the link",

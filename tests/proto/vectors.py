@@ -231,6 +231,7 @@ SAMPLES = (
         Health(status="ready", steps=12, requests_running=1, requests_waiting=0, stalled_s=0.25),
     ),
     Sample("stats", "stats", {}, {"steps": 12, "finished": {"stop": 3}, "tokens_per_s": 20.5}),
+    Sample("load_model", "load_model", {"model": "law", "keep_alive": 60.0}, Models(models=(CARD,))),
     Sample("load_adapter", "load_adapter", {"name": "law", "path": "/srv/law"}, Models(models=(CARD,))),
     Sample("unload_adapter", "unload_adapter", {"name": "law", "timeout_s": 5.0}, Drained(num_cancelled=0)),
     Sample("drain", "drain", {"timeout_s": 5.0}, Drained(num_cancelled=1)),

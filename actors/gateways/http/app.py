@@ -304,6 +304,12 @@ class UnloadAdapterBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     lora_name: str
 
 
+class LoadModelBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What /models/load and /models/unload take, as llama.cpp's."""
+
+    model: str
+
+
 @contextmanager
 def _vllm_names() -> Iterator[None]:
     try:
@@ -337,10 +343,11 @@ class ServiceRoutes:
         return JSON(self._card(await self._calls.model(request.path_params["name"])))
 
     def _card(self, card: ModelCard) -> dict[str, Any]:
-        """As OpenAI's, with vLLM's names for the context and for what an adapter adapts."""
+        """As OpenAI's, with vLLM's names for the context and an adapter's model, and llama.cpp's for the state."""
         made = {"id": card.id, "object": "model", "created": self._created, "owned_by": "genbatch"}
         made |= {"parent": card.parent, "max_model_len": card.n_ctx, "sampling": card.sampling}
         made["generates"] = card.generates
+        made["status"] = {"value": card.state}
         if card.embedding_size is not None:
             made["embedding_size"] = card.embedding_size
         if card.labels:
@@ -351,7 +358,7 @@ class ServiceRoutes:
         """The token ids of a text or of messages."""
         reader = self._new_fields()
         body = reader.read(decode_json(request.state.body), TokenizeBody)
-        card = await self._calls.model(body.model)
+        card = await self._calls.known_model(body.model, request.state.caller)
         params: dict[str, Any] = {"model": card.id}
         if body.prompt is not None:
             params["prompt"] = body.prompt
@@ -394,6 +401,19 @@ class ServiceRoutes:
         except GenbatchError as error:
             raise renamed(error, {"token_ids": "tokens"}) from None
         return JSON({"prompt": text, "content": text}, headers=reader.headers)  # vLLM's name and llama.cpp's
+
+    async def load_model(self, request: Request) -> Response:
+        """Load a model that is served on demand; the answer comes once it is loaded."""
+        return await self._switch(request, None)
+
+    async def unload_model(self, request: Request) -> Response:
+        """Unload such a model as soon as it has no open request."""
+        return await self._switch(request, 0.0)
+
+    async def _switch(self, request: Request, keep_alive: float | None) -> Response:
+        body: LoadModelBody = check_type(decode_json(request.state.body), LoadModelBody)
+        await self._calls.load_model(body.model, keep_alive, request.state.caller)
+        return JSON({"success": True})
 
     async def load_adapter(self, request: Request) -> Response:
         """Serves a LoRA adapter, too."""
@@ -523,6 +543,8 @@ def make_app(
             "Unloads a LoRA adapter once its requests have ended. For the operator. vLLM's.",
             UnloadAdapterBody,
         ),
+        Endpoint("/models/load", service.load_model, "Loads a model on demand now. llama.cpp's.", LoadModelBody),
+        Endpoint("/models/unload", service.unload_model, "Unloads it. llama.cpp's.", LoadModelBody),
         Endpoint("/health", service.health, "200 while requests get done, else 503 with the reason in status."),
         Endpoint("/stats", service.stats, "The counters as JSON."),
         Endpoint("/metrics", service.metrics, "The counters for Prometheus."),
@@ -588,7 +610,7 @@ def _ollama_endpoints(calls: HTTPCalls, open_calls: OpenCalls, new_fields: NewFi
         Endpoint("/api/embed", models.embed, "What texts mean, as vectors. Ollama's.", OllamaEmbedFields),
         Endpoint("/api/embeddings", models.embeddings, "The same of one text. Ollama's.", OllamaEmbeddingFields),
         Endpoint("/api/tags", models.tags, "The models that are served. Ollama's."),
-        Endpoint("/api/ps", models.ps, "The models that are loaded: all. Ollama's."),
+        Endpoint("/api/ps", models.ps, "The models that are loaded. Ollama's."),
         Endpoint("/api/show", models.show, "One of them. Ollama's.", OllamaShowFields),
         Endpoint("/api/version", models.version, "The version of Ollama's API that this is."),
     ]

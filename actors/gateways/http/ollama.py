@@ -9,14 +9,18 @@ A stream is JSON lines, and it is the default. Reading a body makes the same req
 
 import hashlib
 import json
+import math
+import re
 import secrets
 import time
-from collections.abc import Sequence
-from datetime import UTC, datetime
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
 
 import msgspec
+import trio
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -69,7 +73,8 @@ class OllamaFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         think: whether the model thinks first; or how much: "low", "medium" or "high".
         logprobs: whether to show the log-prob of each token.
         top_logprobs: how many of the likeliest tokens to show with each one.
-        keep_alive: has no effect, as a model stays loaded. A body without a prompt and with 0 gets the answer "unload".
+        keep_alive: seconds, or a duration such as "5m", that a model which is served on demand stays loaded without
+            requests; negative keeps it, 0 unloads it after this request. A body without a prompt loads or unloads it.
     """
 
     model: str
@@ -108,11 +113,12 @@ class OllamaGenerateFields(OllamaFields, frozen=True, kw_only=True, forbid_unkno
 
 
 class OllamaEmbedFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The fields of /api/embed."""
+    """The fields of /api/embed; `keep_alive` is as for /api/chat."""
 
     model: str
     input: str | list[str]
     dimensions: int | None = None
+    keep_alive: str | float | None = None
 
 
 class OllamaEmbeddingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -120,6 +126,7 @@ class OllamaEmbeddingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_un
 
     model: str
     prompt: str
+    keep_alive: str | float | None = None
 
 
 class OllamaShowFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -189,6 +196,32 @@ def _request(fields: OllamaFields, params: dict[str, Any], names: dict[str, str]
         num_top=(fields.top_logprobs or 0) if fields.logprobs else None,
         **more,
     )
+
+
+_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_PART = r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)"
+
+
+def seconds_of(keep_alive: str | float | None) -> float | None:
+    """The seconds of a number, or of a duration as Go writes it, such as "1h30m"; -1 for any negative one.
+
+    Raises:
+        InvalidRequest: it is neither.
+    """
+    if keep_alive is None:
+        return None
+    text = str(keep_alive)
+    try:
+        seconds = float(text)
+    except ValueError:
+        if not re.fullmatch(f"[+-]?({_PART})+", text):
+            reason = f'must be seconds, or a duration such as "5m", not {text[:40]!r}'
+            raise InvalidRequest("keep_alive", reason) from None
+        seconds = sum(float(number) * _UNITS[unit] for number, unit in re.findall(_PART, text))
+        seconds = -seconds if text.startswith("-") else seconds
+    if not math.isfinite(seconds):
+        raise InvalidRequest("keep_alive", f"must be a number of seconds, not {text[:40]!r}")
+    return -1.0 if seconds < 0 else seconds
 
 
 def plain_name(name: str) -> str:
@@ -373,8 +406,11 @@ def _line(record: dict[str, Any]) -> bytes:
     return to_json(record) + b"\n"
 
 
-def _now() -> str:
-    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+_NEVER = "9999-12-31T23:59:59Z"
+
+
+def _now(plus_s: float = 0.0) -> str:
+    return (datetime.now(UTC) + timedelta(seconds=plus_s)).isoformat().replace("+00:00", "Z")
 
 
 class OllamaGenerating(Generating):
@@ -395,18 +431,36 @@ class OllamaGenerating(Generating):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request; errors before the first byte are raised."""
         body = decode_json(scope["state"]["body"])
+        keep_alive = seconds_of(body.get("keep_alive"))
         if not any(body.get(name) for name in ("messages", "prompt", "suffix", "system", "images")):
             fields = self._new_fields().read(body, OllamaChatFields if self._is_chat else OllamaGenerateFields)
             card = await self._calls.model(plain_name(fields.model))
+            await self._calls.load_model(card.id, keep_alive, scope["state"]["caller"])
             piece = OllamaAnswer(card.id, is_chat=self._is_chat)._piece("")
-            reason = "unload" if fields.keep_alive in (0, "0", "0s") else "load"
-            await JSON(piece | {"done": True, "done_reason": reason})(scope, receive, send)
+            await JSON(piece | {"done": True, "done_reason": "unload" if keep_alive == 0 else "load"})(
+                scope, receive, send
+            )
             return
-        await super().__call__(scope, receive, send)
+        async with keeping(self._calls, body.get("model"), keep_alive, scope["state"]["caller"]):
+            await super().__call__(scope, receive, send)
 
     def _answer(self, request: HTTPRequest, model: str, caller: HTTPCaller) -> HTTPAnswer:
         texts = None if request.num_top is None else self._calls.texts(model)
         return OllamaAnswer(model, is_chat=self._is_chat, texts=texts)
+
+
+# Seconds for a service to take a new `keep_alive`.
+KEEP_S = 1.0
+
+
+@asynccontextmanager
+async def keeping(calls: HTTPCalls, model: object, keep_alive: float | None, caller: HTTPCaller) -> AsyncIterator[None]:
+    """Set how long the model stays loaded after the request that the body answers."""
+    yield
+    if keep_alive is not None and isinstance(model, str):
+        # The request itself was answered, so nobody waits for another load.
+        with suppress(GenbatchError), trio.move_on_after(KEEP_S):
+            await calls.load_model(plain_name(model), keep_alive, caller)
 
 
 # A tool that any template could be asked to show.
@@ -439,9 +493,18 @@ class OllamaModels:
         return JSON({"models": [self._row(card) for card in await self._calls.models()]})
 
     async def ps(self, request: Request) -> Response:
-        """The loaded models: all of them, until the service ends."""
-        never = {"expires_at": "9999-12-31T23:59:59Z", "size_vram": 0}
-        return JSON({"models": [self._row(card) | never for card in await self._calls.models()]})
+        """The loaded models, with their size and with when each is unloaded: for most at the end of the service."""
+        stats = await self._calls.stats(request.state.caller)
+        by_model = stats.get("by_model", {})
+        rows = []
+        for card in await self._calls.models():
+            if card.state == "loaded":
+                own = by_model.get(card.parent or card.id, {})
+                left_s = own.get("unload_in_s")
+                expires_at = _NEVER if left_s is None else _now(left_s)
+                size = own.get("model_bytes", 0)
+                rows.append(self._row(card) | {"expires_at": expires_at, "size": size, "size_vram": 0})
+        return JSON({"models": rows})
 
     async def show(self, request: Request) -> Response:
         """One model: its context length, and whether it takes tools."""
@@ -472,7 +535,8 @@ class OllamaModels:
         params: dict[str, Any] = {"input": fields.input}
         if fields.dimensions is not None:
             params["dimensions"] = fields.dimensions
-        model, vectors, num_tokens, duration = await self._vectors(fields.model, params, request.state.caller)
+        async with keeping(self._calls, fields.model, seconds_of(fields.keep_alive), request.state.caller):
+            model, vectors, num_tokens, duration = await self._vectors(fields.model, params, request.state.caller)
         counts = {"total_duration": duration, "load_duration": 0, "prompt_eval_count": num_tokens}
         return JSON({"model": model, "embeddings": vectors, **counts})
 
@@ -480,7 +544,8 @@ class OllamaModels:
         """The vector of one text, in the older shape."""
         fields = self._new_fields().read(decode_json(request.state.body), OllamaEmbeddingFields)
         try:
-            _, vectors, _, _ = await self._vectors(fields.model, {"input": fields.prompt}, request.state.caller)
+            async with keeping(self._calls, fields.model, seconds_of(fields.keep_alive), request.state.caller):
+                _, vectors, _, _ = await self._vectors(fields.model, {"input": fields.prompt}, request.state.caller)
         except GenbatchError as error:
             raise renamed(error, {"input": "prompt"}) from None
         return JSON({"embedding": vectors[0]})
@@ -494,7 +559,8 @@ class OllamaModels:
 
     async def _capabilities(self, card: ModelCard, caller: HTTPCaller) -> list[str]:
         capabilities = ["completion"] if card.generates else []
-        if card.generates and await self._shows_tools(card.id, caller):
+        # A model is not loaded only to be described.
+        if card.generates and card.state == "loaded" and await self._shows_tools(card.id, caller):
             capabilities.append("tools")
         if card.embedding_size is not None:
             capabilities.append("embedding")

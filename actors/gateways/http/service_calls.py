@@ -149,6 +149,18 @@ class HTTPCalls:
         served = ", ".join(card.id for card in models)
         raise ModelNotFound(f"the model {str(name)[:128]!r} is not served here; there is {served}", field="model")
 
+    async def known_model(self, name: str | None, caller: HTTPCaller) -> ModelCard:
+        """As `model`, with all that is known of a model once it was loaded: a model that was not is loaded."""
+        card = await self.model(name)
+        if card.n_ctx:
+            return card
+        await self.load_model(card.id, None, caller)
+        return await self.model(name)
+
+    async def load_model(self, model: str, keep_alive: float | None, caller: HTTPCaller) -> None:
+        """Load a model that is served on demand; with a `keep_alive` of 0 it is unloaded instead."""
+        await self._call("load_model", {"model": model, "keep_alive": keep_alive}, caller)
+
     async def models(self) -> tuple[ModelCard, ...]:
         """What is served; asked for each time, since the operator may load and unload adapters."""
         answer = await self._call("models", {}, OURSELVES)

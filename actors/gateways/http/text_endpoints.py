@@ -61,11 +61,11 @@ class TextEndpoint(Generic[TextBody]):
         caller: HTTPCaller = scope["state"]["caller"]
         reader = self._new_fields()
         fields: Any = reader.read(decode_json(scope["state"]["body"]), self._body)
-        card = await self._calls.model(fields.model)
         response: JSON | None = None
         async with background() as nursery:
             nursery.start_soon(cancel_when_gone, receive, nursery.cancel_scope)
             with self._open_calls.open():
+                card = await self._calls.known_model(fields.model, caller)
                 content = await self._answer(self._calls, fields, card, caller)
                 response = JSON(content, headers=reader.headers)
         if response is not None:

@@ -13,16 +13,16 @@ from genbatch.actors.engine.freed_memory import EVERY_S, GROWTH_BYTES, keep_retu
 
 # Frees 200 MB in blocks of 20 kB, between which others live on; tells how many MB the process is smaller then.
 FREES = """
-from genbatch.actors.engine.freed_memory import _resident_bytes, return_freed_memory
+from genbatch.actors.engine.freed_memory import resident_bytes, return_freed_memory
 
 large, small = [], []
 for _ in range(10_000):
     large.append(bytearray(20_000))
     small.append(bytearray(1_000))
 del large
-before = _resident_bytes()
+before = resident_bytes()
 return_freed_memory()
-print(before - _resident_bytes() >> 20)
+print(before - resident_bytes() >> 20)
 """
 
 
@@ -51,7 +51,7 @@ async def test_an_engine_gives_back_each_time_that_it_has_grown(
         assert job is freed_memory.return_freed_memory
         given_back.append(len(sizes))
 
-    monkeypatch.setattr(freed_memory, "_resident_bytes", resident)
+    monkeypatch.setattr(freed_memory, "resident_bytes", resident)
     monkeypatch.setattr(trio.to_thread, "run_sync", on_thread)
     nursery.start_soon(keep_returning_freed_memory)
     await done.wait()

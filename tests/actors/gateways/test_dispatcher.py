@@ -320,6 +320,7 @@ BOUNDED: dict[str, tuple[dict[str, Any], type[Exception] | None]] = {
     "models": ({"x": LONG}, InvalidRequest),
     "health": ({"x": LONG}, InvalidRequest),
     "stats": ({"x": LONG}, InvalidRequest),
+    "load_model": ({"model": LONG}, InvalidRequest),
     "load_adapter": ({"name": "a", "path": "/" + LONG * 2}, InvalidRequest),
     "unload_adapter": ({"name": LONG}, InvalidRequest),
     "drain": ({"timeout_s": 1.0, "x": LONG}, InvalidRequest),

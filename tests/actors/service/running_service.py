@@ -15,11 +15,12 @@ TIMEOUT_S = 300.0  # of a loaded machine; only what hangs reaches it
 class RunningService:
     """Starts at `__enter__`, is killed at `__exit__` if it has not ended; its processes must not outlive it."""
 
-    def __init__(self, model: Path, directory: Path, *flags: str) -> None:
+    def __init__(self, model: Path | None, directory: Path, *flags: str) -> None:
         self.address = f"ipc://{directory}/zeromq.sock"
         self.log = ""
         self._command = [
-            *(sys.executable, "-c", "from genbatch.clients.cli.main import main; main()", "serve", str(model)),
+            *(sys.executable, "-c", "from genbatch.clients.cli.main import main; main()", "serve"),
+            *([] if model is None else [str(model)]),
             *("--bind", self.address, "--dtype", "float32", "--n-gpu-layers", "0", "--n-ctx", "2048", *flags),
         ]
         self._environment = {

@@ -145,6 +145,8 @@ def test_every_option_of_serve_reaches_the_service(monkeypatch: pytest.MonkeyPat
         allowed_hosts=("gate",),
         allowed_origins=("https://chat.example",),
         batch_dir="the/batches",
+        keep_alive=12.5,
+        model_memory=3.5,
         take_over=True,
         engine="process",
         keys="the/keys",
@@ -159,9 +161,10 @@ def test_every_option_of_serve_reaches_the_service(monkeypatch: pytest.MonkeyPat
         log_level="error",
         otel=True,
     )
+    # `models` says what is served, and has a test of its own (test_models_option.py).
     for chosen, plain in ((engine, EngineOptions()), (batcher, BatcherOptions()), (service, ServiceOptions())):
         same = {field.name for field in fields(chosen) if getattr(chosen, field.name) == getattr(plain, field.name)}
-        assert same <= {"scheduler_policy"}, "an option without a flag, or one that is not tried here"
+        assert same <= {"scheduler_policy", "models"}, "an option without a flag, or one that is not tried here"
     flags = {
         "bind": "ipc:///tmp/x",
         "rpc-bind": "unix:///tmp/y",
@@ -170,6 +173,8 @@ def test_every_option_of_serve_reaches_the_service(monkeypatch: pytest.MonkeyPat
         "allowed-host": "gate",
         "allowed-origin": "https://chat.example",
         "batch-dir": "the/batches",
+        "keep-alive": "12.5",
+        "model-memory": "3.5",
         "engine": "process",
         "keys": "the/keys",
         "tokens": "the/tokens",
@@ -247,8 +252,10 @@ def recorded_service(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Replaces the service by one that notes what it is opened with, and fails."""
     opened: list[Any] = []
 
-    def open_service(engine: EngineOptions, batcher: BatcherOptions, service: ServiceOptions, **more: object) -> None:
-        opened.append((engine, batcher, service))
+    def open_service(
+        engines: list[EngineOptions], batcher: BatcherOptions, service: ServiceOptions, **more: object
+    ) -> None:
+        opened.append((*engines, batcher, service))
         raise ModelError("some", "the end")
 
     monkeypatch.setattr("genbatch.actors.service.processes.open_processes", open_service)

@@ -194,6 +194,8 @@ async def test_while_the_engine_is_down_the_screen_keeps_what_it_had(stats: dict
     assert not await stats_commands._look(Service(), history)  # type: ignore[arg-type]  # it has no more of a client
     assert await stats_commands._look(Service(), history) == "the engine is down"  # type: ignore[arg-type]
     assert history.stats == stats
+    answers = iter(({"engine": "unloaded", "model": "a"},))
+    assert await stats_commands._look(Service(), history) == "a is unloaded; a request loads it"  # type: ignore[arg-type]
 
 
 @pytest.mark.trio

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from genbatch.nif.kv.cache_size import free_host_memory, gpu_memory
+from genbatch.nif.free_memory import free_host_memory
+from genbatch.nif.kv.cache_size import gpu_memory
+from tests.nif.test_cores import V2_CONTAINER, V2_HOST
 
 _KIB = 1024
 
@@ -27,6 +29,7 @@ def test_without_control_groups_it_is_mem_available(root: Path) -> None:
 
 def test_b20_a_control_group_further_up_bounds_it(root: Path) -> None:
     _write(root / "proc/self/cgroup", "0::/outer/inner")
+    _write(root / "proc/self/mountinfo", V2_HOST)
     outer = root / "sys/fs/cgroup/outer"
     _write(outer / "inner/memory.max", "max")
     _write(outer / "inner/memory.current", 100)
@@ -38,6 +41,9 @@ def test_b20_a_control_group_further_up_bounds_it(root: Path) -> None:
 
 def test_a_control_group_of_the_first_version_bounds_it_too(root: Path) -> None:
     _write(root / "proc/self/cgroup", "5:cpu:/x\n4:memory,hugetlb:/elsewhere/seen/from/outside")
+    _write(
+        root / "proc/self/mountinfo", "36 31 0:33 /docker/1f /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory,hugetlb"
+    )
     mount = root / "sys/fs/cgroup/memory"
     _write(mount / "memory.limit_in_bytes", 1000 * _KIB)
     _write(mount / "memory.usage_in_bytes", 400 * _KIB)
@@ -46,9 +52,28 @@ def test_a_control_group_of_the_first_version_bounds_it_too(root: Path) -> None:
 
 def test_a_group_over_its_limit_leaves_nothing(root: Path) -> None:
     _write(root / "proc/self/cgroup", "0::/")
+    _write(root / "proc/self/mountinfo", V2_HOST)
     _write(root / "sys/fs/cgroup/memory.max", 10)
     _write(root / "sys/fs/cgroup/memory.current", 20)
     assert free_host_memory(root) == 0
+
+
+@pytest.mark.parametrize(
+    ("groups", "mounts", "place"),
+    [
+        ("4:memory:/a/b", "36 31 0:33 / /mnt/groups/memory rw - cgroup cgroup rw,memory", "mnt/groups/memory/a"),
+        ("0::/a/b", V2_CONTAINER.replace("/sys/fs/cgroup", "/my\\040groups"), "my groups/a"),
+    ],
+)
+def test_a_limit_above_is_found_wherever_the_groups_are_mounted(
+    root: Path, groups: str, mounts: str, place: str
+) -> None:
+    _write(root / "proc/self/cgroup", groups)
+    _write(root / "proc/self/mountinfo", mounts)
+    second = groups.startswith("0::")
+    _write(root / place / ("memory.max" if second else "memory.limit_in_bytes"), 1000 * _KIB)
+    _write(root / place / ("memory.current" if second else "memory.usage_in_bytes"), 700 * _KIB)
+    assert free_host_memory(root) == 300 * _KIB
 
 
 def test_a_system_that_does_not_say_is_unknown(tmp_path: Path) -> None:

@@ -1,0 +1,112 @@
+"""Models on demand, in the process that starts engines: their options, their sizes, and their engines.
+
+A gateway decides when a model is loaded and unloaded (loaded_models.py), and sends SwitchEngine.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import trio
+
+from genbatch.actors.engine.child_process import EngineStopped, ManagedModel, SwitchEngine
+from genbatch.actors.runtime.supervisor import Task
+from genbatch.nif.engine_options import EngineOptions
+from genbatch.nif.free_memory import free_host_memory
+from genbatch.nif.models.model_names import written_path
+
+logger = logging.getLogger(__name__)
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOnDemand:
+    """A model that is loaded by its first request.
+
+    Args:
+        engine: its options, with the name for clients.
+        keep_alive: seconds without requests after which it is unloaded; negative for never.
+    """
+
+    engine: EngineOptions
+    keep_alive: float
+
+    def managed(self, place: int) -> ManagedModel:
+        """Return the message for the gateway, for the engine with this index."""
+        adapters = tuple(source.partition("=")[0] for source in self.engine.lora)
+        size = file_bytes(self.engine.model_path)
+        return ManagedModel(self.engine.served_model_name, place, size, self.keep_alive, adapters)
+
+
+def file_bytes(model: str) -> int:
+    """Return the size of a model's weights in its files; 0 for a model that is not at a path."""
+    path = written_path(model)
+    files = path.glob("*.safetensors") if path.is_dir() else [path] if path.is_file() else []
+    return sum([file.stat().st_size for file in files])
+
+
+def model_bytes(model_memory: float, max_memory_percent: float) -> int:
+    """Return the bytes for all models on demand: `model_memory` GiB, or at 0 a share of the memory that is free now."""
+    if model_memory:
+        return int(model_memory * _GIB)
+    free = free_host_memory()
+    return 2**63 - 1 if free is None else int(free * max_memory_percent)
+
+
+class EngineOnDemand:
+    """Runs the engine of one model while it is wanted; it ends no other engine and no service.
+
+    Args:
+        place: the engine's index.
+        run: runs a process from its start to its end (EngineRunner.run).
+        tell: called with each end of the engine.
+    """
+
+    def __init__(self, place: int, run: Task, tell: Callable[[EngineStopped], Awaitable[None]]) -> None:
+        self._place = place
+        self._run = run
+        self._tell = tell
+        self._wanted = trio.Event()
+        self._scope = trio.CancelScope()
+
+    def switch(self, message: SwitchEngine) -> None:
+        """Start the engine, or end it."""
+        if message.is_wanted:
+            self._wanted.set()
+        else:
+            self._wanted = trio.Event()
+            self._scope.cancel()
+
+    async def run(self) -> None:
+        """Run until cancelled."""
+        while True:
+            await self._wanted.wait()
+            reason = ""
+            with trio.CancelScope() as self._scope:
+                reason = await self._run_once()
+                self._wanted = trio.Event()
+            await self._tell(EngineStopped(self._place, reason))
+
+    async def _run_once(self) -> str:
+        """Return the reason why the engine has ended."""
+        try:
+            await self._run()
+        except Exception as error:
+            logger.error("the engine of a model on demand has ended: %s", error)
+            return str(error) or type(error).__name__
+        return "it has ended"
+
+
+def on_demand_in(directory: Path) -> dict[str, str]:
+    """Return the models in a directory, by their names: GGUF files, and directories with a model."""
+    found: dict[str, str] = {}
+    for entry in sorted(directory.iterdir()):
+        if entry.is_file() and entry.suffix.lower() == ".gguf":
+            found[entry.stem] = str(entry)
+        elif (entry / "config.json").is_file():
+            found[entry.name] = str(entry)
+        elif entry.is_dir() and len(files := list(entry.glob("*.gguf"))) == 1:
+            found[entry.name] = str(files[0])
+    return found

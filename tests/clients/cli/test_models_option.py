@@ -1,0 +1,80 @@
+"""`--models`: the models of a directory or a file, their options, and the mistakes that it may have."""
+
+from pathlib import Path
+
+import pytest
+
+from genbatch.actors.service.on_demand import file_bytes, on_demand_in
+from genbatch.actors.service.options import ServiceOptions
+from genbatch.clients.cli.command import UsageError
+from genbatch.clients.cli.serve import FleetFlags, _check_several, name_of
+from genbatch.clients.cli.settings import models_on_demand
+from genbatch.nif.engine_options import EngineOptions
+from genbatch.nif.errors import OptionError
+
+ENGINE = EngineOptions(model_path="of the service", n_ctx=77, dtype="float32")
+
+
+def test_a_file_has_a_table_of_options_for_each_model(tmp_path: Path) -> None:
+    file = tmp_path / "models.toml"
+    file.write_text(
+        '[one]\nmodel = "a/b"\nn_ctx = 5\nkeep_alive = -1\nlora = ["law=./law"]\n[two]\nmodel = "./two.gguf"\n'
+    )
+    one, two = models_on_demand(file, ENGINE, 300.0)
+    assert (one.engine.served_model_name, one.engine.model_path, one.engine.n_ctx) == ("one", "a/b", 5)
+    assert (one.keep_alive, two.keep_alive) == (-1, 300.0)
+    assert (two.engine.n_ctx, two.engine.dtype, two.engine.lora) == (77, "float32", ())
+    managed = one.managed(3)
+    assert (managed.name, managed.engine, managed.adapters) == ("one", 3, ("law",))
+
+
+def test_a_directory_has_models_with_the_options_of_the_service(tmp_path: Path) -> None:
+    (tmp_path / "small.gguf").write_bytes(b"12345")
+    [small] = models_on_demand(tmp_path, ENGINE, 60.0)
+    assert (small.engine.served_model_name, small.engine.n_ctx, small.keep_alive) == ("small", 77, 60.0)
+    assert small.managed(0).num_bytes == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "models: there is no model in"),
+        ("one = 5", "models: a table with a key `model`"),
+        ("[one]\nn_ctx = 5", "models: a table with a key `model`"),
+        ('[one]\nmodel = "a"\nn_ctx = "many"', "n_ctx: .*table one"),
+        ('[one]\nmodel = "a"\nn_cxt = 5', "n_cxt: there is no such option .*did you mean n_ctx"),
+        ('[one]\nmodel = "a"\nn_parallel = 5', "n_parallel: is no option of one model"),
+        ("[one", "models: .* is no TOML"),
+    ],
+)
+def test_a_mistake_in_the_file_is_named_with_its_place(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "models.toml"
+    file.write_text(text)
+    with pytest.raises(OptionError, match=message):
+        models_on_demand(file, ENGINE, 300.0)
+
+
+def test_mistakes_of_the_command_line_are_told() -> None:
+    with pytest.raises(OptionError, match="models: cannot read"):
+        models_on_demand(Path("/no/such/file"), ENGINE, 300.0)
+    with pytest.raises(OptionError, match="models: goes with engine process"):
+        ServiceOptions(models="x", engine="thread")
+    for value in (float("nan"), float("inf")):
+        with pytest.raises(OptionError, match="keep_alive"):
+            ServiceOptions(keep_alive=value)
+    with pytest.raises(UsageError, match="two models are called a"):
+        _check_several(ENGINE, ServiceOptions(engine="process"), FleetFlags(), ["a", "a"])
+    assert name_of(EngineOptions(model_path="./x/small.gguf")) == "small"
+
+
+def test_a_directory_lists_its_models_by_name(tmp_path: Path) -> None:
+    for path in ("one.gguf", "two/config.json", "two/model.safetensors", "three/x.gguf", "notes.txt"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text("12345")
+    (tmp_path / "empty").mkdir()
+    assert on_demand_in(tmp_path) == {
+        "one": str(tmp_path / "one.gguf"),
+        "three": str(tmp_path / "three/x.gguf"),
+        "two": str(tmp_path / "two"),
+    }
+    assert [file_bytes(str(tmp_path / name)) for name in ("one.gguf", "two", "missing")] == [5, 5, 0]
