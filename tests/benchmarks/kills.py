@@ -230,6 +230,7 @@ def main() -> None:
     given.doors = given.doors or (DOORS[:2] if given.gateway else DOORS)
     exit_on_sigterm()  # so that the service ends, too
     flags = ["--n-parallel", "8", "--max-restarts", "1000000", "--default-deadline-s", "0", "--quantize", "auto"]
+    flags += ["--max-queue", "256", "--max-client-queue-share", "1"]  # one client asks for everything at once
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         given.http = f"http://127.0.0.1:{free.getsockname()[1]}"
