@@ -38,6 +38,7 @@ _WEIGHT_NAMES = {WEIGHT_F32: "float32", WEIGHT_BF16: "bfloat16"}
 _KV_KINDS = {torch.float32: KV_F32, torch.bfloat16: KV_BF16, torch.int8: KV_I8}
 _KV_DTYPES = {WEIGHT_F32: torch.float32, WEIGHT_BF16: torch.bfloat16, WEIGHT_I8: torch.int8}  # unless one is named
 _KEY_LANES = 16  # scores per vector; a block's keys are padded to a multiple
+_HUGE_PAGE, _SMALL_PAGE = 1 << 21, 1 << 12
 _FACTOR_BYTES = 12  # bytes of factors per token in 8 bits: see attention_int8.c
 _LARGEST = np.dtype([("value", np.float32), ("column", np.int32)])  # `largest` of genbatch.h
 
@@ -125,13 +126,15 @@ class NativeRunner:
         assert self._caches is None, "allocate is called once"
         caches = (Cache * len(self.groups))()
         for i, (group, count) in enumerate(zip(self.groups, num_blocks, strict=True)):
-            pool = NativeMemory(self._library, count * self.bytes_per_block(i, block_size))
+            num_layers, block_stride = len(group.layers), self._layer_bytes(i, block_size)
+            layer_stride = apart(count * block_stride, num_layers)
+            pool = NativeMemory(self._library, layer_stride * num_layers)
             self._pools.append(pool)
             caches[i] = Cache(
                 base=pool.address,
-                layer_stride=pool.tensor.numel() // len(group.layers),
-                block_stride=self._layer_bytes(i, block_size),
-                head_stride=self._layer_bytes(i, block_size) // max(1, self._layer(i).num_kv_heads),
+                layer_stride=layer_stride,
+                block_stride=block_stride,
+                head_stride=block_stride // max(1, self._layer(i).num_kv_heads),
                 values_offset=self._key_bytes(i, block_size),
                 num_blocks=count,
                 block_size=block_size,
@@ -268,7 +271,8 @@ class NativeRunner:
         """The group's pool as [layers, num_blocks, bytes of a layer's block]."""
         assert self._caches is not None, "there is no pool yet"
         cache = self._caches[group]
-        return self._pools[group].tensor.view(-1, cache.num_blocks, cache.block_stride)
+        size = len(self.groups[group].layers), cache.num_blocks, cache.block_stride
+        return self._pools[group].tensor.as_strided(size, (cache.layer_stride, cache.block_stride, 1))
 
 
 class _Held:
@@ -296,6 +300,17 @@ def _check_sizes(batch: RaggedBatch, num_groups: int) -> None:
         or not len(batch.slots) == len(tables) == num_groups <= MAX_GROUPS
     ):
         raise BatchError("the batch's tensors contradict each other in length")
+
+
+def apart(size: int, num_layers: int) -> int:
+    """Return the distance between two layers of `size` bytes each, so that they reach new huge pages in turn.
+
+    A page gets its memory when it is first written to, which takes up to 5 ms in a virtual machine. Blocks are first
+    used in order. If all layers were at the same place within their pages, one step would wait for a page of each.
+    """
+    if size < _HUGE_PAGE or num_layers == 1:
+        return size
+    return _padded(size, _HUGE_PAGE) + _HUGE_PAGE // num_layers // _SMALL_PAGE * _SMALL_PAGE
 
 
 def _padded(size: int, to: int) -> int:

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from genbatch.nif.errors import BatchError, OptionError
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.native.library import WEIGHT_I8, WEIGHT_U4
 from genbatch.nif.native.model_weights import ModelWeights, keeps_8_bits
-from genbatch.nif.native.runner import NativeRunner, native_runner
+from genbatch.nif.native.runner import NativeRunner, apart, native_runner
 from genbatch.nif.runner import Entry, LayerGroup, Logits, RaggedBatch
 
 SINKS = "llama with sinks"  # in sight of a window, which the family has not of itself
@@ -279,6 +280,29 @@ def test_blocks_copied_and_put_back_hold_the_same_keys(native_model: Models, lay
             assert not runner.read_blocks(group, own).any()
             runner.write_blocks(group, [block + blocks for block in other], content)
         assert torch.equal(runner.forward(layout(groups, [(2, tokens[40:41], 40)], blocks, 16)), want)
+
+
+@pytest.mark.parametrize("num_layers", [2, 24, 30, 80])
+@pytest.mark.parametrize("size", [2**21, 12 * 2**20, 2**21 + 7 * 2**12, 3 * 2**30])
+def test_layers_reach_new_huge_pages_in_turn(size: int, num_layers: int) -> None:
+    stride = apart(size, num_layers)
+    places = sorted(layer * stride % 2**21 for layer in range(num_layers))
+    assert stride >= size and stride % 2**12 == 0
+    assert min(end - begin for begin, end in pairwise(places)) >= 2**20 // num_layers
+
+
+def test_a_pool_of_more_than_huge_pages_holds_the_same_keys(native_model: Models, layout: Layout) -> None:
+    model = native_model("llama")
+    tokens = tokens_of(model)[0]
+    logits = []
+    for num_blocks in (2 * capacity(16), 2**22 // (16 * 2 * 32 * 4)):
+        runner = native_runner(model, n_threads=2)
+        runner.allocate([num_blocks], 16)
+        logits.append(runner.forward(layout(1, [(0, tokens[:40], 0)], capacity(16), 16)))
+        assert runner.read_blocks(0, range(capacity(16) - 3, capacity(16))).any(1).all()
+        assert not runner.read_blocks(0, range(num_blocks - 3, num_blocks)).any()
+        runner.close()
+    assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize(("mode", "token_bytes"), [("float32", 4 * 32), ("bfloat16", 2 * 32), ("int8", 32 + 12)])
