@@ -13,6 +13,9 @@ PrefixCache maps content to blocks. A completed block's name is SHA-256 over the
 own token ids. The first block's parent is derived from a key, so owners with different keys never hit each other's
 blocks, not even by timing. The cache holds no references: a free block stays in the cache until it is allocated again.
 
+The last token of a prompt is always evaluated. The positions before it that fill no block are the prompt's tail. The
+block with the tail has a second name, over the tail's tokens alone, so the same prompt finds its tail, too.
+
 A prefix hit is the longest prefix of a prompt from which every group can continue. A group that attends to all
 positions needs every block of the prefix. A group with a window needs its sinks and the window before the prefix's end.
 """
@@ -188,16 +191,38 @@ class PrefixCache:
                 end = index + 1
         return end
 
-    def found(self, names: Sequence[bytes], first: int, end: int) -> Iterable[tuple[int, int]]:
-        """Return the (group, block) pairs that a sequence shares when its prefix grows from `first` to `end` blocks."""
+    def found(self, names: Sequence[bytes], first: int, end: int, length: int) -> Iterable[tuple[int, int]]:
+        """Return the (group, block) pairs that a sequence shares when its prefix grows from `first` to `end` blocks.
+
+        Args:
+            length: the positions of the prefix, its tail included.
+        """
         for group, (known, reach) in enumerate(zip(self._blocks, self.reaches, strict=True)):
-            needed = reach.first_needed(end * self.block_size)
+            needed = reach.first_needed(length)
             for index in range(first, end):
                 if reach.needs(index, needed):
                     yield group, known[names[index]]
 
+    def tail_name(self, tokens: Sequence[int], key: bytes, names: Sequence[bytes], end: int) -> bytes:
+        """Return the name of the tail that ends before position `end`, within a block.
+
+        Args:
+            tokens, key: see `match`.
+            names: names of the whole blocks before it.
+        """
+        index = end // self.block_size
+        return self._name(names[index - 1] if index else root_hash(key), tokens, index, end)
+
+    def tail(self, tokens: Sequence[int], key: bytes, names: Sequence[bytes], end: int) -> tuple[int, ...] | None:
+        """Look up a tail; returns its block in each group, or None if a group does not know it."""
+        if end % self.block_size == 0:
+            return None
+        name = self.tail_name(tokens, key, names, end)
+        blocks = [known[name] for known in self._blocks if name in known]
+        return tuple(blocks) if len(blocks) == len(self._blocks) else None
+
     def insert(self, group: int, name: bytes, block: int) -> bool:
-        """Add a completed block to the cache; returns False if another block with that content is cached."""
+        """Add a block to the cache; returns False if another block with that content is cached."""
         self._lost.pop(name, None)
         return self._blocks[group].setdefault(name, block) == block
 
@@ -206,19 +231,18 @@ class PrefixCache:
         del self._blocks[group][name]
         _remember(self._lost, name)
 
-    def check_integrity(self, group: int, hashes: Sequence[bytes | None]) -> None:
-        """Compare a group's index with its pool's hashes, which are listed by block id.
+    def check_integrity(self, group: int, names: dict[bytes, int]) -> None:
+        """Compare a group's index with the names of its pool's blocks.
 
         Raises:
             AssertionError: they differ.
         """
-        kept = {name: block for block, name in enumerate(hashes) if name is not None}
-        assert kept == self._blocks[group], f"group {group}: the prefix cache and the pool know different blocks"
+        assert names == self._blocks[group], f"group {group}: the prefix cache and the pool know different blocks"
 
-    def _name(self, parent: bytes, tokens: Sequence[int], index: int) -> bytes:
+    def _name(self, parent: bytes, tokens: Sequence[int], index: int, end: int | None = None) -> bytes:
         start = index * self.block_size
         # guard: parent in the hash
-        return sha256(parent + array("q", tokens[start : start + self.block_size]).tobytes()).digest()
+        return sha256(parent + array("q", tokens[start : end or start + self.block_size]).tobytes()).digest()
 
     def _content(self, tokens: Sequence[int], key: bytes, index: int) -> int:
         start = index * self.block_size
@@ -246,7 +270,7 @@ class BlockPool:
 
     Args:
         num_blocks: number of blocks, at least 1.
-        on_forget: called with a block's hash when the block loses that content.
+        on_forget: called with a block's hash, or its tail's name, when the block loses that content.
 
     Raises:
         OptionError: num_blocks < 1.
@@ -258,6 +282,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.references = [0] * num_blocks  # by block id
         self.hashes: list[bytes | None] = [None] * num_blocks  # by block id; None: content unknown or incomplete
+        self.tails: dict[int, tuple[bytes, int]] = {}  # by block id: the name and the length of a tail in it
         self._on_forget = on_forget
         self._uninitialized = list(range(num_blocks - 1, -1, -1))  # a stack, so that low ids are allocated first
         self._initialized: dict[int, None] = {}  # in order of release
@@ -297,6 +322,7 @@ class BlockPool:
                 block = next(iter(oldest))
                 del oldest[block]
                 self._forget(block)
+                self._forget_tail(block)
             self.references[block] = 1
             taken.append(block)
         return taken
@@ -323,7 +349,7 @@ class BlockPool:
             self.references[block] -= 1
             # guard: reference count at release
             if self.references[block] == 0:
-                if self.hashes[block] is None:
+                if self.hashes[block] is None and block not in self.tails:
                     self._uninitialized.append(block)
                 else:
                     initialized[block] = None
@@ -335,11 +361,24 @@ class BlockPool:
         assert self.hashes[block] is None, f"block {block} has a hash already"
         self.hashes[block] = content
 
-    def drop_hash(self, block: int) -> None:
-        """Drop a used block's hash before its content changes."""
+    def set_tail(self, block: int, name: bytes, length: int) -> None:
+        """Set the name of a used block's first positions, which are a prompt's tail."""
         assert self.references[block] > 0, f"block {block} is free"
-        if self.hashes[block] is not None:
-            self._forget(block)
+        assert block not in self.tails, f"block {block} has a tail already"
+        self.tails[block] = name, length
+
+    def overwrite(self, block: int, offset: int) -> None:
+        """Drop the names of a used block's content before its positions from `offset` on change."""
+        assert self.references[block] > 0, f"block {block} is free"
+        self._forget(block)
+        # guard: a tail that changes loses its name
+        if block in self.tails and offset < self.tails[block][1]:
+            self._forget_tail(block)
+
+    def names(self) -> dict[bytes, int]:
+        """Return the blocks by name."""
+        hashes = {name: block for block, name in enumerate(self.hashes) if name is not None}
+        return hashes | {name: block for block, (name, _) in self.tails.items()}
 
     def check_integrity(self, held: Sequence[int]) -> None:
         """Compare the reference counts with the users' own counts.
@@ -359,12 +398,19 @@ class BlockPool:
         assert sorted(free + used) == list(range(self.num_blocks)), "free and used blocks do not partition the ids"
         for block in self._uninitialized:
             assert self.hashes[block] is None, f"uninitialized block {block} has a hash"
+            assert block not in self.tails, f"uninitialized block {block} has a tail"
         for block in initialized:
-            assert self.hashes[block] is not None, f"initialized block {block} has no hash"
+            assert self.hashes[block] is not None or block in self.tails, f"initialized block {block} has no hash"
 
     def _forget(self, block: int) -> None:
         content = self.hashes[block]
-        assert content is not None
-        self.hashes[block] = None
-        if self._on_forget is not None:
-            self._on_forget(content)
+        if content is not None:
+            self.hashes[block] = None
+            if self._on_forget is not None:
+                self._on_forget(content)
+
+    def _forget_tail(self, block: int) -> None:
+        if block in self.tails:
+            name, _ = self.tails.pop(block)
+            if self._on_forget is not None:
+                self._on_forget(name)

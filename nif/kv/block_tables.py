@@ -23,6 +23,7 @@ class KVSequence:
     tokens: Ints = field(default_factory=lambda: array("q"))  # one per position held
     hashes: list[bytes] = field(default_factory=list)  # names of its whole blocks, for the prefix cache
     marked: int = 0  # whole blocks of its prompt: later prompts are likely to share this prefix
+    tail: int = 0  # the end of its prompt's tail; 0 if there is none, or once the tail has its name
     key: bytes | None = b""  # the prefix cache's key; None keeps imported blocks out of the cache
     # Positions below this can be written without a new block. The value may be too low, but never too high.
     writable: int = 0
@@ -102,7 +103,9 @@ class BlockTables:
             self.prefix_cache.extend_hashes(hashes, sequence.tokens, sequence.key)
             for index in range(first, len(hashes)):
                 self._cache_block(sequence, index)
-            wake = (len(hashes) + 1) * self.block_size
+            if 0 < sequence.tail <= length:
+                self._cache_tail(sequence)
+            wake = sequence.tail or (len(hashes) + 1) * self.block_size
         for group, window in self.windows:
             behind = self.reaches[group].first_needed(length)
             self.evict(group, sequence, behind)
@@ -146,11 +149,18 @@ class BlockTables:
         if first > whole:
             sequence.evicted[group] = first
 
-    def adopt(self, sequence: KVSequence, tokens: Sequence[int], match: Match) -> None:
-        """Extend a sequence, after its whole blocks, with the blocks of a prefix hit."""
+    def adopt(self, sequence: KVSequence, tokens: Sequence[int], match: Match, tail: tuple[int, ...] | None) -> None:
+        """Extend a sequence, after its whole blocks, with the blocks of a prefix hit and with its prompt's tail."""
         end = (len(sequence.hashes) + len(match.hashes)) * self.block_size
+        found = [*match.blocks]
+        if tail is not None:
+            end = len(tokens) - 1
+            found.append(tail)
+            for other in self.sequences:  # one of them may write to a block that is shared from now on
+                if any(table and table[-1] == block for table, block in zip(other.tables, tail, strict=True)):
+                    other.writable = len(other.tokens)
         for group in range(len(self.pools)):
-            self.extend(group, sequence, array("i", [blocks[group] for blocks in match.blocks]), end)
+            self.extend(group, sequence, array("i", [blocks[group] for blocks in found]), end)
         sequence.hashes += match.hashes
         sequence.tokens.extend(tokens[len(sequence.tokens) : end])
         sequence.writable = end
@@ -166,6 +176,7 @@ class BlockTables:
             target.key = source.key
             target.hashes[:] = source.hashes[: p1 // self.block_size]
             target.marked = min(source.marked, p1 // self.block_size)
+            target.tail = 0
         elif source.key is None:
             target.key = None
         target.writable = p1
@@ -209,6 +220,8 @@ class BlockTables:
         sequence.writable = length
         sequence.wake = 0
         sequence.marked = min(sequence.marked, kept)
+        if length < sequence.tail:
+            sequence.tail = 0
         if length == 0:
             sequence.key = b""
 
@@ -244,7 +257,7 @@ class BlockTables:
         for group, pool in enumerate(self.pools):
             pool.check_integrity(held[group])
             if self.prefix_cache is not None:
-                self.prefix_cache.check_integrity(group, pool.hashes)
+                self.prefix_cache.check_integrity(group, pool.names())
 
     def _cache_block(self, sequence: KVSequence, index: int) -> None:
         assert self.prefix_cache is not None
@@ -252,6 +265,16 @@ class BlockTables:
             block, name = sequence.tables[group][index], sequence.hashes[index]
             if pool.hashes[block] is None and self.prefix_cache.insert(group, name, block):
                 pool.set_hash(block, name)
+
+    def _cache_tail(self, sequence: KVSequence) -> None:
+        assert self.prefix_cache is not None and sequence.key is not None
+        end, sequence.tail = sequence.tail, 0
+        name = self.prefix_cache.tail_name(sequence.tokens, sequence.key, sequence.hashes, end)
+        index, length = divmod(end, self.block_size)
+        for group, pool in enumerate(self.pools):
+            block = sequence.tables[group][index]
+            if block not in pool.tails and self.prefix_cache.insert(group, name, block):
+                pool.set_tail(block, name, length)
 
 
 def sequence_of(tables: BlockTables, seq_id: int) -> KVSequence:

@@ -170,15 +170,20 @@ class KVCache:
         if cache is None or not finds:
             return Beginning(length, self._no_blocks, tail=tail)
         first = length // self.block_size
-        known = cache.known_run(tokens, key, names, first, (len(tokens) - 1) // self.block_size)
-        if known == first:
-            return Beginning(length, self._no_blocks, tail=tail)
-        found = frozenset(
-            (group, block)
-            for group, block in cache.found(names, first, known)
-            if tables.pools[group].references[block] == 0
-        )
-        return Beginning(known * self.block_size, self._no_blocks, found)
+        end = len(tokens) - 1
+        limit = end // self.block_size
+        known = cache.known_run(tokens, key, names, first, limit)
+        blocks: tuple[int, ...] | None = None
+        if known == limit and length < end:
+            cache.extend_hashes(names, tokens, key)
+            blocks = cache.tail(tokens, key, names, end)
+        if blocks is not None:
+            length, tail = end, blocks
+        elif known > first:
+            length, tail = known * self.block_size, None
+        found = [*cache.found(names, first, known, length), *enumerate(blocks or ())]
+        free = frozenset((group, block) for group, block in found if tables.pools[group].references[block] == 0)
+        return Beginning(length, self._no_blocks, free, tail)
 
     def beginning_from_host(self, length: int) -> Beginning:
         """Predict an empty sequence's content after an `import_` of `length` tokens."""
@@ -190,6 +195,8 @@ class KVCache:
 
     def attach_prefix(self, seq_id: int, tokens: Sequence[int], key: bytes = b"") -> int:
         """Extend a sequence with cached blocks of its prompt, and set the key for the blocks that it will write.
+
+        If all whole blocks are found, and the tail after them, then only the prompt's last token is left to evaluate.
 
         Call this once per prompt, after any `seq_cp`, even if no hit is expected: the sequence's later blocks are
         cached under `key`. The cost is O(positions held + hit blocks).
@@ -216,10 +223,15 @@ class KVCache:
             sequence.key = key
             sequence.hashes.clear()
         cache.extend_hashes(sequence.hashes, sequence.tokens, key)
+        end = len(tokens) - 1
+        limit = end // self.block_size
         sequence.marked = len(tokens) // self.block_size
-        match = cache.match(tokens, key, held=sequence.hashes, max_blocks=(len(tokens) - 1) // self.block_size)
-        if match.blocks:
-            self._tables.adopt(sequence, tokens, match)
+        sequence.tail = end if end % self.block_size else 0
+        match = cache.match(tokens, key, held=sequence.hashes, max_blocks=limit)
+        names = sequence.hashes + match.hashes
+        tail = cache.tail(tokens, key, names, end) if len(names) == limit and held < end else None
+        if match.blocks or tail is not None:
+            self._tables.adopt(sequence, tokens, match, tail)
         sequence.wake = 0
         return len(sequence.tokens)
 

@@ -1,6 +1,7 @@
 """Reservations and drafts of a step's blocks: a reservation takes blocks, a draft only counts them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from genbatch.nif.errors import BatchError
@@ -89,7 +90,7 @@ class Reservation:
 
     def _grow(self, group: int, blocks: list[int], growing: Growing) -> None:
         """Append a group's new blocks to the tables of the growing sequences."""
-        tables, used = self._tables, 0
+        tables, pool, used = self._tables, self._tables.pools[group], 0
         for sequence, length in growing:
             table = sequence.tables[group]
             before, shared = len(table), tables.shared_tail(group, sequence)
@@ -97,10 +98,16 @@ class Reservation:
                 table[-1] = blocks[used]
                 self.copies[group].append((shared, blocks[used]))
                 used += 1
-            elif len(sequence.tokens) % tables.block_size:
-                # The step writes this unshared block in place, so its hash becomes wrong.
-                # guard: content that changes loses its name
-                tables.pools[group].drop_hash(table[-1])
+            elif offset := len(sequence.tokens) % tables.block_size:
+                if pool.hashes[table[-1]] is not None and pool.num_free:
+                    # Another prompt may continue with this block, and there is room for a copy.
+                    shared = table[-1]
+                    (table[-1],) = pool.allocate(1)
+                    self.copies[group].append((shared, table[-1]))
+                else:
+                    # The step writes this unshared block in place, so its hash becomes wrong.
+                    # guard: content that changes loses its name
+                    pool.overwrite(table[-1], offset)
             more = tables.blocks(length) - before
             if more:
                 table.extend(blocks[used : used + more])
@@ -169,7 +176,7 @@ class Beginning:
         length: number of positions that need no evaluation.
         fresh: per group, the number of blocks to allocate for imported content.
         found: free (group, block) pairs that a prefix hit would take.
-        tail: per group, the partly filled last block, shared with another sequence; None if there is none.
+        tail: per group, the partly filled last block; None if there is none. It is copied if another sequence has it.
     """
 
     length: int
@@ -181,19 +188,24 @@ class Beginning:
 class StepDraft:
     """Counts the blocks of a step's entries and refuses entries that do not fit. Valid until the tables change."""
 
-    __slots__ = ("_found", "_growing", "_shared", "_tables", "_taken")
+    __slots__ = ("_alone", "_found", "_free", "_growing", "_named", "_shared", "_tables", "_taken")
 
     def __init__(self, tables: BlockTables) -> None:
         self._tables = tables
+        self._free = [pool.num_free for pool in tables.pools]
         self._taken = [0] * len(tables.pools)  # per group
         self._found: BlockSet = set()  # free blocks that the prefix hits of this step's sequences take
         self._shared: BlockSet = set()  # partly filled last blocks that a new sequence shares
+        self._alone: BlockSet = set()  # partly filled last blocks that a new sequence finds, and no other one has
+        self._named: BlockSet = set()  # last blocks to write to that the prefix cache knows: copied if there is room
         self._growing: list[KVSequence] = []
 
     @property
     def taken(self) -> tuple[int, ...]:
         """Return, per group, the number of free blocks that the step takes."""
-        return tuple(self._taken)
+        spared = Counter(group for group, _ in self._named - self._shared)
+        groups = enumerate(zip(self._free, self._taken, strict=True))
+        return tuple(taken + min(spared[group], free - taken) for group, (free, taken) in groups)
 
     def grow(self, seq_ids: Sequence[int], length: int) -> bool:
         """Add sequences that all grow to `length` positions, or none of them; returns whether they fit."""
@@ -209,6 +221,9 @@ class StepDraft:
             return False
         self._take(needed)
         self._growing += growing
+        for sequence in growing:
+            if length > sequence.writable:
+                self._note_named(self._owned_tails(sequence))
         return True
 
     def begin(self, beginning: Beginning, length: int) -> bool:
@@ -219,9 +234,12 @@ class StepDraft:
         if not self._fits(needed):
             return False
         self._take(needed)
+        tails = set() if beginning.tail is None else set(enumerate(beginning.tail))
+        alone = (tails & beginning.found) - self._found
+        self._shared |= (tails | (self._alone & beginning.found)) - alone
+        self._alone = (self._alone - beginning.found) | alone
+        self._note_named(alone)
         self._found |= beginning.found
-        if beginning.tail is not None:
-            self._shared.update(enumerate(beginning.tail))
         return True
 
     def reach(self, seq_id: int) -> int:
@@ -256,23 +274,27 @@ class StepDraft:
     def costs(self, beginning: Beginning) -> list[int]:
         """Return, per group, the blocks that a beginning takes before it grows, including the copy of its tail."""
         costs = list(beginning.fresh)
-        for group, _ in beginning.found - self._found:
+        new = beginning.found - self._found
+        # Each one counts: a found block, and a copy for the sequence that would have written to it in place.
+        for group, _ in (*new, *(beginning.found & self._alone)):
             costs[group] += 1
         if beginning.tail is not None:
             owned = {tail for sequence in self._growing for tail in self._owned_tails(sequence)} - self._shared
-            for group, tail in enumerate(beginning.tail):
-                # Count the new sequence's copy, and one for the entry that would have written the block in place.
-                costs[group] += 1 + ((group, tail) in owned)
+            # Count the new sequence's copy, and one for the entry that would have written the block in place.
+            for pair in set(enumerate(beginning.tail)) - new:
+                costs[pair[0]] += 1 + (pair in owned)
         return costs
 
+    def _note_named(self, tails: Iterable[tuple[int, int]]) -> None:
+        pools = self._tables.pools
+        self._named |= {(group, block) for group, block in tails if pools[group].hashes[block] is not None}
+
     def _reach(self, num_blocks: int, costs: Sequence[int]) -> int:
-        pairs = zip(self._tables.pools, self._taken, costs, strict=True)
-        room = min(pool.num_free - taken - cost for pool, taken, cost in pairs)
+        room = min(free - taken - cost for free, taken, cost in zip(self._free, self._taken, costs, strict=True))
         return (num_blocks + room) * self._tables.block_size if room >= 0 else 0
 
     def _fits(self, needed: Sequence[int]) -> bool:
-        pairs = zip(self._tables.pools, self._taken, needed, strict=True)
-        return all(taken + count <= pool.num_free for pool, taken, count in pairs)
+        return all(taken + count <= free for free, taken, count in zip(self._free, self._taken, needed, strict=True))
 
     def _take(self, needed: Sequence[int]) -> None:
         self._taken = [taken + count for taken, count in zip(self._taken, needed, strict=True)]

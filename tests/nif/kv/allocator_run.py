@@ -83,7 +83,7 @@ class AllocatorRun:
 
     def _change(self, table: list[int]) -> None:
         if table:
-            self.pool.drop_hash(self._rng.choice(table))
+            self.pool.overwrite(self._rng.choice(table), 0)
 
 
 def main() -> None:

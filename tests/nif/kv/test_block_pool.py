@@ -55,10 +55,10 @@ def test_dropping_a_hash_tells_whoever_indexed_it() -> None:
     forgotten: list[bytes] = []
     pool = BlockPool(1, forgotten.append)
     [block] = pool.allocate(1)
-    pool.drop_hash(block)
+    pool.overwrite(block, 0)
     assert forgotten == []
     pool.set_hash(block, b"content")
-    pool.drop_hash(block)
+    pool.overwrite(block, 0)
     assert forgotten == [b"content"]
     pool.release([block])
     assert pool.num_initialized == 0

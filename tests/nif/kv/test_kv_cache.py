@@ -233,7 +233,18 @@ def test_the_tail_can_be_removed_and_written_again() -> None:
     kv.seq_rm(0, 5)
     assert (list(kv.tokens(0)), len(kv.block_table(0, 0))) == ([0, 1, 2, 3, 4], 2)
     _write(kv, 0, [9, 9, 9])
-    # The block that was whole once is known for its new content, not for the old one.
+    # A copy was written to, so both contents are known.
+    assert kv.attach_prefix(1, [*range(8), 1]) == 8
+    assert kv.attach_prefix(2, [0, 1, 2, 3, 4, 9, 9, 9, 1]) == 8
+
+
+def test_a_block_that_is_written_again_without_room_for_a_copy_is_known_for_its_new_content_only() -> None:
+    kv = _cache(3)
+    _write(kv, 0, range(10))
+    kv.seq_rm(0, 5)
+    _write(kv, 1, [7])
+    _write(kv, 0, [9, 9, 9])
+    kv.seq_rm(1)
     assert kv.attach_prefix(1, [*range(8), 1]) == 4
     assert kv.attach_prefix(2, [0, 1, 2, 3, 4, 9, 9, 9, 1]) == 8
 
@@ -282,6 +293,49 @@ def test_h11_the_last_token_of_a_prompt_is_always_evaluated() -> None:
     _write(kv, 0, range(8))
     assert kv.attach_prefix(1, range(8)) == 4
     assert kv.attach_prefix(2, range(9)) == 8
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 3), (6,)])
+def test_h11_of_a_prompt_seen_before_only_the_last_token_is_evaluated(windows: tuple[int | None, ...]) -> None:
+    kv = _cache(windows=windows)
+    assert kv.attach_prefix(0, range(11)) == 0
+    _write(kv, 0, range(11))
+    kv.seq_rm(0)  # before a token of an answer
+    for seq_id, answer in ((1, [50]), (2, [60, 61, 62, 63, 64])):
+        assert kv.attach_prefix(seq_id, range(11)) == 10
+        _write(kv, seq_id, [10, *answer])
+        kv.check_integrity()
+    _write(kv, 1, [51, 52])
+    kv.seq_rm(1)
+    kv.seq_rm(2)
+    assert kv.beginning(range(11), b"", []).length == kv.attach_prefix(3, range(11)) == 10
+    assert kv.attach_prefix(1, [*range(10), 99]) == 10
+    kv.seq_rm(1)
+    assert kv.attach_prefix(1, [*range(9), 99, 99]) == 8  # another tail
+    assert kv.attach_prefix(2, range(11), b"tenant") == 0
+
+
+def test_h11_each_of_two_answers_to_one_prompt_can_be_continued() -> None:
+    kv = _cache()
+    for answer in (range(50, 56), range(60, 66)):
+        kv.attach_prefix(0, range(6))
+        _write(kv, 0, [*range(6), *answer][kv.length(0) :])
+        kv.seq_rm(0)
+    for answer in (range(50, 56), range(60, 66)):
+        assert kv.attach_prefix(0, [*range(6), *answer, 7]) == 12
+        kv.seq_rm(0)
+
+
+def test_a_tail_that_is_written_over_is_not_found() -> None:
+    kv = _cache(3)
+    kv.attach_prefix(0, range(8))
+    _write(kv, 0, range(8))
+    kv.seq_rm(0, 5)
+    _write(kv, 1, [7])
+    _write(kv, 0, [9])
+    kv.seq_rm(1)
+    assert kv.attach_prefix(1, range(8)) == 4
+    kv.check_integrity()
 
 
 def test_h11_sharing_can_be_turned_off() -> None:

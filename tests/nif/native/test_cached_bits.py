@@ -85,6 +85,9 @@ def test_h11_an_answer_from_the_cache_is_to_the_bit_the_answer_without(
             token = int(logits.argmax())
             assert torch.equal(context.prefill([token], 0, len(prompt)), plain([*prompt, token]))
             context.seq_rm(0)
+            done = context.attach_prefix(0, prompt, tenant)  # the same prompt again, of which its tail may be found
+            assert torch.equal(context.prefill(prompt[done:], 0, done), plain(prompt))
+            context.seq_rm(0)
             context.kv.check_integrity()
     finally:
         context.close()
