@@ -58,6 +58,9 @@ _ROWS = np.array([0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0])
 # From one step to the next the machine's pace, which changes all costs together, and each cost by itself change by so
 # much. The first is a machine that slows down; the second lets old steps be forgotten slowly.
 _PACE, _DRIFT = 0.03, 0.005
+# A cost counts as at least this for its drift and its doubt. A first step that took too long brings other costs down
+# to nearly nothing; a share of nothing would keep them there.
+_NOTHING = 0.1
 # What a step's time is off by chance: at first, and within which bounds it is learned, each step with this weight.
 _CHANCE, _LEAST_CHANCE, _MOST_CHANCE, _NEWEST = 0.05, 0.01, 0.2, 0.05
 # The deviation beyond which a step counts no more than at it: an outlier.
@@ -103,7 +106,7 @@ class StepTimeModel:
     def _learn(self, row: Vector, seconds: float) -> None:
         costs, doubt = self._costs, self._doubt
         doubt += _PACE**2 * np.outer(costs, costs)
-        doubt.flat[:: len(COSTS) + 1] += (_DRIFT * costs) ** 2
+        doubt.flat[:: len(COSTS) + 1] += (_DRIFT * np.maximum(costs, _NOTHING)) ** 2
         self._cap()
         expected = float(row @ costs)
         towards = doubt @ row
@@ -120,6 +123,7 @@ class StepTimeModel:
 
     def _cap(self) -> None:
         """Keeps the doubts of costs that are not seen from growing without end."""
-        too_much = np.sqrt(np.maximum(self._doubt.diagonal() / (_MOST_DOUBT * self._costs) ** 2, 1.0))
+        most = _MOST_DOUBT * np.maximum(self._costs, _NOTHING)
+        too_much = np.sqrt(np.maximum(self._doubt.diagonal() / most**2, 1.0))
         if (too_much > 1.0).any():
             self._doubt /= np.outer(too_much, too_much)

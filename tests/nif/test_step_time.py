@@ -99,6 +99,23 @@ def test_a_cost_that_changes_by_itself_is_learned_again() -> None:
     assert 0.85 < machine.off(EIGHT) < 1.15
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_first_step_that_took_far_too_long_is_outlived_within_some_dozen_steps(seed: int) -> None:
+    """The service still starts beside it. What it was over for is then taken off the costs of tokens."""
+    machine, rng = Machine(seed), random.Random(seed)
+    machine.model = StepTimeModel()
+    machine.model.took(StepWork(decodes=1, keys=1), 8 * MACHINE.seconds(StepWork(decodes=1, keys=1)))
+    machine.step(StepWork(prompts=1, prefill=8, prefill_keys=32))
+    machine.step(StepWork(prompts=4, prefill=472, prefill_keys=28e3))
+    off = []
+    for _ in range(90):
+        prefill = rng.randint(5, 80)
+        work = StepWork(decodes=24, keys=4e3, prompts=1, prefill=prefill, prefill_keys=prefill * 70)
+        off.append(abs(machine.off(work) - 1))
+        machine.step(work)
+    assert sum(off[60:]) / 30 < 0.12  # otherwise a quarter
+
+
 def test_no_cost_is_negative_however_odd_the_steps_are() -> None:
     model, rng = StepTimeModel(), random.Random(3)
     for _ in range(500):

@@ -12,6 +12,7 @@ import trio
 from genbatch.actors.batcher.batcher import Batcher
 from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
+from genbatch.actors.batcher.parts import TIMED_STEPS
 from genbatch.actors.runtime.actor import start
 from genbatch.clients.interface import TokenStream
 from genbatch.nif.context import Context
@@ -41,7 +42,7 @@ class IdleRunner:
     def __init__(self, model: Model) -> None:
         self.vocab_size = model.vocab_size
         self.groups = model.groups
-        self.read = threading.Semaphore(2)  # the Batcher rehearses with two steps of a token
+        self.read = threading.Semaphore(1 + TIMED_STEPS)  # the Batcher rehearses with steps of a token
 
     def bytes_per_block(self, group: int, block_size: int) -> int:
         return block_size
