@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 
@@ -57,11 +58,11 @@ def questions(count: int, seed: int) -> list[str]:
     return [task + " ".join(draw.choice(WORDS) for _ in range(70)) for _ in range(count)]
 
 
-async def ask(port: int, question: str, times: RequestTimes) -> None:
+async def ask(port: int, question: str, times: RequestTimes, max_tokens: int = TOKENS) -> None:
     """Sends one chat, and notes when each piece of its answer came."""
     fields = {
         "messages": [{"role": "user", "content": question}],
-        "max_tokens": TOKENS,
+        "max_tokens": max_tokens,
         "temperature": 0,
         "stream": True,
     }
@@ -116,6 +117,22 @@ async def poisson(port: int, asked: Sequence[str], rate: float) -> list[RequestT
     return found
 
 
+async def beside_streams(port: int, words: int, streams: int = 7) -> tuple[float, list[float]]:
+    """A prompt of so many words arrives beside streams; the time to its first token, and the gaps meanwhile."""
+    long, *short = (RequestTimes(0, TOKENS, 0.0) for _ in range(1 + streams))
+    async with trio.open_nursery() as nursery:
+        for question, times in zip(questions(streams, seed=7), short, strict=True):
+            nursery.start_soon(ask, port, question, times, 16 * TOKENS)
+        while not all(times.token_at for times in short):  # noqa: ASYNC110
+            await trio.sleep(0.01)
+        await ask(port, " ".join(Random(8).choices(WORDS, k=words)), long, 1)
+        nursery.cancel_scope.cancel()
+    if long.error is not None:
+        raise SystemExit(long.error)
+    reads = ([at for at in times.token_at if long.sent_at <= at <= long.token_at[0]] for times in short)
+    return long.ttft, [end - begin for times in reads for begin, end in pairwise(times)]
+
+
 def is_good(times: RequestTimes) -> bool:
     if times.error is not None or times.ttft > GOOD_FIRST_S:
         return False
@@ -158,6 +175,8 @@ def is_healthy(port: int) -> bool:
 @contextmanager
 def running(command: Sequence[str], port: int) -> Iterator[int]:
     """A service in a session of its own, once it says that it is healthy; its process id."""
+    if is_healthy(port):  # a service that was left behind would be measured in place of this one
+        raise SystemExit(f"port {port} is taken")
     with tempfile.NamedTemporaryFile("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         try:
@@ -194,6 +213,10 @@ def measure(name: str, port: int, session: int, arguments: argparse.Namespace) -
         found = trio.run(closed_loops, port, asked, at_once)
         most = max(most, len(asked) / (time.perf_counter() - begun))
         print(row(name, f"{at_once} at once", found, megabytes(session)), flush=True)
+    if arguments.beside:
+        first, gaps = trio.run(beside_streams, port, arguments.beside)
+        shares = " / ".join(f"{1000 * percentile(gaps, share):.1f}" for share in (50, 99, 100))
+        print(f"{name}: {arguments.beside} words after {first:.1f} s, gaps p50 / p99 / longest {shares} ms", flush=True)
     for share in arguments.rates:
         asked = questions(arguments.requests, seed=1000 + int(100 * share))
         found = trio.run(poisson, port, asked, share * most)
@@ -207,15 +230,18 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, nargs="*", default=[1, 8, 32])
     parser.add_argument("--rates", type=float, nargs="*", default=[0.3, 0.6, 0.9], help="shares of the capacity")
     parser.add_argument("--requests", type=int, default=64, help="of each load")
+    parser.add_argument("--beside", type=int, help="words of a long prompt that arrives beside 7 streams")
     parser.add_argument("--quantize", nargs="*", default=["none", "int8"])
     parser.add_argument("--port", type=int, default=8433)
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the service, too
     slots = max(arguments.at_once)
     print(HEADER, flush=True)
     for quantize in arguments.quantize:
         with tempfile.TemporaryDirectory() as folder:
             doors = ["--http", f"127.0.0.1:{arguments.port}", "--bind", f"ipc://{folder}/zeromq.sock"]
-            flags = ["--n-parallel", str(slots), "--n-ctx", str(512 * slots), "--quantize", quantize]
+            positions = 512 * slots + 4 * (arguments.beside or 0)
+            flags = ["--n-parallel", str(slots), "--n-ctx", str(positions), "--quantize", quantize]
             flags += ["--served-model-name", MODEL]
             command = [sys.executable, "-c", SERVE, arguments.model, *doors, *flags]
             with running(command, arguments.port) as session:
