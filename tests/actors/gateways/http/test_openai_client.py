@@ -114,7 +114,9 @@ async def test_chat_logprobs_spell_the_answer_whole_and_streamed(serve: Any) -> 
         assert whole.choices[0].logprobs is not None
         content = whole.choices[0].logprobs.content
         assert content is not None
-        assert [entry.logprob for entry in content] == [entry.logprob for entry in wanted.logprobs]
+        # In torch the last bits depend on how many tokens of the prompt were in the cache.
+        expected = [entry.logprob for entry in wanted.logprobs]
+        assert [entry.logprob for entry in content] == pytest.approx(expected, abs=1e-5)
         assert [len(entry.top_logprobs) for entry in content] == [3] * 9
         assert all(entry.top_logprobs[0].logprob == entry.logprob for entry in content), "greedy takes the likeliest"
         assert streamed == content
