@@ -241,6 +241,7 @@ class GgufWeights:
         of_config = _OF_CONFIG if file.architecture == "phi3" else _OF_CONFIG[:1]
         self._stored: dict[str, str] = {}  # by transformers' names
         self._row: dict[str, int] = {}  # of transformers' tensors that are one row of a stored one
+        self._parts: dict[str, dict[int, str]] = {}  # of transformers' tensors that are several stored ones, by place
         for name in file.names():
             if name not in of_config:
                 self._add(name)
@@ -253,10 +254,14 @@ class GgufWeights:
         """As in `WeightSource`."""
         if name not in self._stored:
             raise self._file.fault(f"the tensor for {name} is missing")
+        if name in self._parts:
+            return self._joined(name)
         found = self._file.tensor(self._stored[name])
         if (row := self._row.get(name)) is not None:
             return StoredTensor(name, found.kind, found.shape[-1:], found.rows[row : row + 1])
         shape, rows = found.shape, found.rows
+        if name.endswith(self._family.flattened) and len(shape) == 2:
+            shape, rows = (math.prod(shape),), rows.reshape(1, -1)
         order = self._order(name, shape[0])
         if order is not None and len(shape) == 1:  # a bias: its elements lie in one row
             rows, order = rows.reshape(len(order), -1)[order].reshape(1, -1), None
@@ -281,6 +286,12 @@ class GgufWeights:
         """Enters the names of a stored tensor, its own where the family has none for it."""
         match = _LAYER.fullmatch(stored)
         per_head = None if match is None else self._family.per_head.get(match[2])
+        if match is not None and match[3] == "weight" and match[2] in self._family.joined:
+            ours, place = self._family.joined[match[2]]
+            name = f"{self._family.layer.format(match[1])}{ours}.weight"
+            self._stored[name] = stored
+            self._parts.setdefault(name, {})[place] = stored
+            return
         if match is None or per_head is None:
             self._stored[self._name_of(stored) or stored] = stored
             return
@@ -298,6 +309,33 @@ class GgufWeights:
             return None if ours is None or match[3] is None else f"{layer}{ours}.{match[3]}"
         top, _, suffix = stored.rpartition(".")
         return f"{family.top_names[top]}.{suffix}" if top in family.top_names else None
+
+    def _joined(self, name: str) -> StoredTensor:
+        """Return stored tensors one below the other; those of several types become floats, which keeps every value."""
+        places = self._parts[name]
+        if sorted(places) != [0, 1]:
+            raise self._file.fault(f"tensor {self._stored[name]} lacks the one that it belongs to")
+        parts = [self._file.tensor(places[place]) for place in sorted(places)]
+        kinds, widths = {part.kind for part in parts}, {part.shape[-1] for part in parts}
+        if len(widths) > 1:
+            raise self._file.fault(f"tensors {places[0]} and {places[1]} differ in their inputs")
+        shape = (sum(part.shape[0] for part in parts), *widths)
+        if len(kinds) == 1:
+            kind, rows = parts[0].kind, np.concatenate([part.rows for part in parts])
+        else:
+            kind, rows = "F32", torch.cat([part.floats() for part in parts]).view(torch.uint8).numpy()
+        order = self._mixed_order(name, shape[0]) if self._family.mixed_heads else None
+        return StoredTensor(name, kind, shape, rows, order)
+
+    def _mixed_order(self, name: str, count: int) -> np.ndarray:
+        """For each row of a module's in_proj_qkvz the file's row, which has all queries, keys, values and gates."""
+        config = self._config
+        keys, values = config.linear_num_key_heads, config.linear_num_value_heads * config.linear_value_head_dim
+        sizes = (keys * config.linear_key_head_dim,) * 2 + (values,) * 2
+        if sum(sizes) != count:
+            raise self._file.fault(f"tensor {self._stored[name]} makes {count} rows where {sum(sizes)} belong")
+        kinds = np.split(np.arange(count), np.cumsum(sizes)[:-1])
+        return np.concatenate([rows.reshape(keys, -1) for rows in kinds], axis=1).reshape(-1)
 
     def _logs(self, stored: StoredTensor) -> StoredTensor:
         values = stored.whole()
@@ -416,7 +454,12 @@ def _settle_layers(file: GgufFile, family: GgufFamily, settings: dict[str, Any])
     if family.other_layers is not None and isinstance(heads, list):
         if len({*heads} - {0}) != 1:
             raise file.fault(f"{file.architecture}.attention.head_count_kv is {heads}: layers differ in their KV heads")
-        settings["layer_types"] = [family.other_layers if count == 0 else "full_attention" for count in heads]
+        kinds = [family.other_layers if count == 0 else "full_attention" for count in heads]
+        widths = settings.get("intermediate_size")
+        if family.mlp_layers is not None and isinstance(widths, list):
+            kinds = [family.mlp_layers if width else kind for width, kind in zip(widths, kinds, strict=True)]
+            settings["intermediate_size"] = max(widths)
+        settings["layer_types" if family.mlp_layers is None else "layers_block_type"] = kinds
         settings["num_key_value_heads"] = max(heads)
     if family.inner_size is not None:
         name, per = family.inner_size
@@ -424,6 +467,10 @@ def _settle_layers(file: GgufFile, family: GgufFamily, settings: dict[str, Any])
         if not isinstance(inner, int) or not isinstance(count, int) or count < 1 or inner % count:
             raise file.fault(f"{file.architecture}.ssm.inner_size is {inner!r} for {per} {count!r}")
         settings[name] = inner // count
+        if family.expands is not None:
+            settings[family.expands] = inner // max(settings.get("hidden_size") or 1, 1)
+    for key, (name, true, false) in family.choices.items():
+        settings[name] = true if file.metadata.get(f"{file.architecture}.{key}") else false
 
 
 _LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}  # layers of the one that scales its scores by its width

@@ -497,7 +497,9 @@ def test_blocks_of_heads_in_turns_stay_blocks(models: ModuleType, tmp_path: Path
         assert torch.equal(weights.tensor(key).whole(), projection)
     described = described_file("qwen3_5", model, config, weights)
     packed = ModelWeights(described)
-    assert [packed.layers[layer].out.parts[0].kind for layer in (0, 2)] == [STORED_KINDS["Q8_0"]] * 2
+    assert [packed.layers[layer].recurrence.contents.out.parts[0].kind for layer in (0, 2)] == [
+        STORED_KINDS["Q8_0"]
+    ] * 2
     tokens = [5, 9, 100, 33, 7]
     with torch.inference_mode(), closing(NativeRunner(packed)) as runner:
         runner.allocate([4] * len(described.groups), 16)
