@@ -58,6 +58,10 @@ class LayerShape:
     state: int = 0
 
 
+NO_SHAPE = LayerShape(0, 0, 0)
+"""Of a layer that keeps nothing of earlier positions."""
+
+
 @dataclass(frozen=True, slots=True)
 class Largest:
     """Of each row of logits the largest value and where it is.

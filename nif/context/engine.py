@@ -18,7 +18,7 @@ from genbatch.nif.engine_options import GPU_ONLY, EngineOptions, check_dtype
 from genbatch.nif.errors import AdapterError, ModelError, OptionError
 from genbatch.nif.free_memory import free_host_memory
 from genbatch.nif.kv.cache_size import CacheLimits, CacheSize, StepShape, cache_size, gpu_memory
-from genbatch.nif.models.architecture import widest_mlp
+from genbatch.nif.models.architecture import heads_of, widest_mlp
 from genbatch.nif.models.hub import Progress
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.lora import AdapterLimits, Adapters
@@ -166,7 +166,7 @@ class Engine:
         shape = StepShape(
             hidden_size=hidden,
             intermediate_size=widest_mlp(config),
-            num_heads=config.num_attention_heads,
+            num_heads=heads_of(config),
             num_kv_heads=max((layer.num_kv_heads for layer in attending), default=1),
             head_dim=max((max(layer.key_dim, layer.value_dim) for layer in attending), default=1),
             vocab_size=self.model.vocab_size,

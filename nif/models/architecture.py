@@ -4,7 +4,7 @@ Neither the kernels nor the loader has a branch for any architecture. They read 
 and the tensors' names from the description. nif/native/README.md tells how to add an architecture.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,12 @@ ACTIVATIONS = {
 
 RECURRENT_KINDS = ("linear_attention", "mamba")
 """transformers' `layer_types` that keep a state."""
+
+BOTH = "hybrid"
+"""transformers' `layer_types` that attend and keep a state."""
+
+KEEP_NOTHING = ("mlp", "moe")
+"""transformers' `layer_types` that keep nothing of earlier positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +82,12 @@ class ExpertNames:
         normalised: whether the weights of those chosen sum to 1.
         router: name of the router.
         whole: names of gates and ups, and of downs, of all experts in one tensor each, [experts, outputs, inputs].
-        single: names of one expert's gates, ups and downs; {} is its number.
-        stacked: names of the gates, the ups and the downs of all experts. A source has one of the three forms.
+        single: names of one expert's gates (if there are any), ups and downs; {} is its number.
+        stacked: the same of all experts. A source has one of the three forms.
         transposed: whether `whole` is [experts, inputs, outputs], gates and ups taking turns.
         layers: the layers that have experts; None: all.
-        shared: names of gates, ups and downs of the expert that every token takes; two where one has gates and ups.
+        shared: names of gates, ups and downs of the expert that every token takes; two where one has gates and ups, or
+            there are no gates.
         shared_intermediate: inner size of that one; 0: there is none.
         shared_gate: name of the row whose sigmoid is its weight; None: it weighs 1.
         sigmoid: whether an expert's weight is the sigmoid of its score, and not its share of all.
@@ -99,12 +106,12 @@ class ExpertNames:
     normalised: bool = True
     router: str = "mlp.gate"
     whole: tuple[str, str] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-    single: tuple[str, str, str] = (
+    single: tuple[str, ...] = (
         "mlp.experts.{}.gate_proj",
         "mlp.experts.{}.up_proj",
         "mlp.experts.{}.down_proj",
     )
-    stacked: tuple[str, str, str] = ("mlp.experts.gate_proj", "mlp.experts.up_proj", "mlp.experts.down_proj")
+    stacked: tuple[str, ...] = ("mlp.experts.gate_proj", "mlp.experts.up_proj", "mlp.experts.down_proj")
     transposed: bool = False
     layers: frozenset[int] | None = None
     shared: tuple[str, ...] = ()
@@ -167,15 +174,17 @@ class SomeRows:
     Args:
         name: the tensor's.
         parts: which of its rows, in this order; empty: all.
+        factors: of each part's products and biases; empty: 1.
     """
 
     name: str
     parts: tuple[range, ...] = ()
+    factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrenceNames:
-    """Recurrent layers in the place of some layers' attention: gated delta nets, or Mamba 2.
+    """Recurrent layers in the place of some layers' attention, or beside it: gated delta nets, or Mamba 2.
 
     Each head keeps a matrix of keys by values, its state. A token decays the state, adds its key times something of its
     value, and multiplies the state by its query. Queries, keys and values come out of a short convolution and SiLU.
@@ -194,6 +203,12 @@ class RecurrenceNames:
         gate_first: whether the gate multiplies before the norm.
         start: beginning of the other tensors' names.
         skip: name of the factors of values that go past the state; None: no value does.
+        norm: name of the norm of outputs; None: they are not normed.
+        gate_eps: of that norm; None: that of the others.
+        strength: what the sigmoid of a strength is multiplied with.
+        out: name of the last linear.
+        input_factor: of the products of `inputs`.
+        layer: the other tensors' names in such a layer, where they differ from those of the rest.
     """
 
     layers: frozenset[int]
@@ -209,6 +224,12 @@ class RecurrenceNames:
     gate_first: bool = False
     start: str = "linear_attn."
     skip: str | None = None
+    norm: str | None = "norm"
+    gate_eps: float | None = None
+    strength: float = 1.0
+    out: str = "out_proj"
+    input_factor: float = 1.0
+    layer: Tensors | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +260,10 @@ class Architecture:
         gated_attention: whether each head's queries are followed by gates, whose sigmoid multiplies what it attends to.
         value_norm: whether the values of each head are normed, without weights.
         layer_embeddings: None where only the first layer reads an embedding.
+        attending: the layers that attend; None: those that neither convolve nor recur.
+        mlps: the layers that have an MLP or experts; None: all.
+        factors: of a linear's products and bias, by the end of its name.
+        input_factor: of the products of queries, keys and values.
     """
 
     norm_eps: float
@@ -267,17 +292,40 @@ class Architecture:
     gated_attention: bool = False
     value_norm: bool = False
     layer_embeddings: LayerEmbeddings | None = None
+    attending: frozenset[int] | None = None
+    mlps: frozenset[int] | None = None
+    factors: Mapping[str, float] = field(default_factory=dict)
+    input_factor: float = 1.0
+
+    def attends(self, layer: int) -> bool:
+        """Whether a layer attends."""
+        if self.attending is not None:
+            return layer in self.attending
+        others = (self.convolution, self.recurrence)
+        return not any(other is not None and layer in other.layers for other in others)
+
+    def tensors_of(self, layer: int) -> Tensors:
+        """Return the names of a layer's tensors."""
+        recurrence = self.recurrence
+        own = recurrence.layer if recurrence is not None and layer in recurrence.layers else None
+        return own or self.tensors
+
+
+def heads_of(config: Any) -> int:
+    """Return the number of heads; 1 for a model that does not attend."""
+    heads: int = getattr(config, "num_attention_heads", 1)
+    return heads
 
 
 def kv_heads_of(config: Any) -> int:
     """Return the number of KV heads."""
-    heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    heads: int = getattr(config, "num_key_value_heads", None) or heads_of(config)
     return heads
 
 
 def head_dim_of(config: Any) -> int:
     """Return the number of elements of a head."""
-    size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size: int = getattr(config, "head_dim", None) or config.hidden_size // heads_of(config)
     return size
 
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from genbatch.nif.errors import ModelError
-from genbatch.nif.models.architecture import RECURRENT_KINDS, Architecture, shapes_of
+from genbatch.nif.models.architecture import BOTH, KEEP_NOTHING, RECURRENT_KINDS, Architecture, shapes_of
 from genbatch.nif.models.dense_families import DENSE_FAMILIES
 from genbatch.nif.models.expert_families import EXPERT_FAMILIES
 from genbatch.nif.models.hybrid_families import HYBRID_FAMILIES
-from genbatch.nif.runner import LayerGroup, LayerShape
+from genbatch.nif.runner import NO_SHAPE, LayerGroup, LayerShape
 
 if TYPE_CHECKING:  # at run time where it is used: a model that was described before needs nothing of transformers
     from transformers import PreTrainedConfig
@@ -37,6 +37,8 @@ def described(model_class: type) -> bool:
 def layer_groups(name: str, config: "PreTrainedConfig") -> tuple[LayerGroup, ...]:
     """Group the model's layers by attention window and shape of keys, in the order of each group's first layer.
 
+    A layer that both attends and recurs is in two groups: its state counts as layer `num_hidden_layers` plus its index.
+
     Args:
         name: the model's, for errors.
         config: of the text decoder.
@@ -57,15 +59,22 @@ def layer_groups(name: str, config: "PreTrainedConfig") -> tuple[LayerGroup, ...
         raise ModelError(name, f"config.json gives a kind for {len(kinds)} of {num_layers} layers")
     longest = max_position(name, config)
     taps: int | None = getattr(config, "conv_L_cache", None)
-    inner_taps: int | None = getattr(config, "linear_conv_kernel_dim", None) or getattr(config, "mamba_d_conv", None)
+    named_taps = (getattr(config, name, None) for name in ("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel"))
+    recurrent = LayerGroup((), next((count for count in named_taps if count), None), recurs=True), None
     shapes = shapes_of(config)
     layers_of: dict[tuple[LayerGroup, tuple[int, int] | None], list[int]] = {}
     for layer, kind in enumerate(kinds[:num_layers]):
+        if kind in KEEP_NOTHING:
+            continue
         if kind == "conv" and taps is not None:
             layers_of.setdefault((LayerGroup((), taps, convolves=True), None), []).append(layer)
             continue
         if kind in RECURRENT_KINDS:
-            layers_of.setdefault((LayerGroup((), inner_taps, recurs=True), None), []).append(layer)
+            layers_of.setdefault(recurrent, []).append(layer)
+            continue
+        if kind == BOTH:
+            layers_of.setdefault((LayerGroup(()), shapes[layer]), []).append(layer)
+            layers_of.setdefault(recurrent, []).append(num_layers + layer)
             continue
         if kind not in ("full_attention", "sliding_attention"):
             raise ModelError(name, f"layer {layer} is {kind!r}; only full and sliding-window attention is served")
@@ -79,12 +88,23 @@ def layer_groups(name: str, config: "PreTrainedConfig") -> tuple[LayerGroup, ...
 
 
 def layer_shapes(config: Any) -> tuple[LayerShape, ...]:
-    """Return the shapes of each layer's entries in the KV cache, for a model with an `Architecture`."""
+    """Return the shapes of each layer's entries in the KV cache, for a model with an `Architecture`.
+
+    The states of layers that also attend come after all layers.
+    """
     shapes = [LayerShape(heads, head_dim, head_dim) for heads, head_dim in shapes_of(config)]
     for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
         if kind in ("conv", *RECURRENT_KINDS):
             shapes[layer] = LayerShape(1, config.hidden_size, 0)
+        if kind in KEEP_NOTHING:
+            shapes[layer] = NO_SHAPE
+        if kind == BOTH:
+            shapes.append(LayerShape(1, config.hidden_size, 0))
     return tuple(shapes)
+
+
+UNLIMITED = 1 << 20
+"""Positions of a sequence of a model that has no limit."""
 
 
 def max_position(name: str, config: "PreTrainedConfig") -> int:
@@ -97,6 +117,9 @@ def max_position(name: str, config: "PreTrainedConfig") -> int:
         ModelError: the configuration has no such limit.
     """
     limit = getattr(config, "max_position_embeddings", None)
+    of_layers = set(getattr(config, "layer_types", None) or ())
+    if limit is None and of_layers and of_layers <= set(RECURRENT_KINDS):
+        return UNLIMITED  # no layer knows a position
     if not isinstance(limit, int) or limit < 1:
         raise ModelError(name, "config.json does not give max_position_embeddings")
     rope: Any = getattr(config, "rope_parameters", None) or {}

@@ -83,7 +83,7 @@ def _phi3(config: Any) -> Architecture:
     return replace(llama(config), tensors=_FUSED, partial_rotary=True)
 
 
-def _olmo2(config: Any) -> Architecture:
+def olmo2(config: Any) -> Architecture:
     after = replace(_SANDWICH, attention_norm=None, mlp_norm=None)
     return replace(llama(config), tensors=after, qk_norm=WHOLE)
 
@@ -185,13 +185,13 @@ def ernie(config: Any) -> Architecture:
     return replace(llama(config), interleaved=True)
 
 
-def _full_layers(config: Any) -> frozenset[int]:
+def full_layers(config: Any) -> frozenset[int]:
     return frozenset(i for i, kind in enumerate(config.layer_types) if kind == "full_attention")
 
 
 def _exaone4(config: Any) -> Architecture:
-    unrotated = frozenset[int]() if config.sliding_window is None else _full_layers(config)
-    return replace(_olmo2(config), qk_norm=SHARED, no_rope=unrotated)
+    unrotated = frozenset[int]() if config.sliding_window is None else full_layers(config)
+    return replace(olmo2(config), qk_norm=SHARED, no_rope=unrotated)
 
 
 def _cohere2(config: Any) -> Architecture:
@@ -203,7 +203,7 @@ def _cohere2(config: Any) -> Architecture:
         layer_norm=True,
         parallel=True,
         interleaved=True,
-        no_rope=_full_layers(config),
+        no_rope=full_layers(config),
         logit_divisor=1 / config.logit_scale,
     )
 
@@ -218,7 +218,7 @@ DENSE_FAMILIES: dict[str, Callable[[Any], Architecture]] = {
     "Gemma3ForCausalLM": _gemma3,
     "Gemma4UnifiedForCausalLM": gemma4,
     "Phi3ForCausalLM": _phi3,
-    "Olmo2ForCausalLM": _olmo2,
+    "Olmo2ForCausalLM": olmo2,
     "GraniteForCausalLM": granite,
     "SmolLM3ForCausalLM": _smollm3,
     "GlmForCausalLM": _glm,
@@ -228,7 +228,7 @@ DENSE_FAMILIES: dict[str, Callable[[Any], Architecture]] = {
     "StableLmForCausalLM": _stablelm,
     "GPTNeoXForCausalLM": _gpt_neox,
     "Ernie4_5ForCausalLM": ernie,
-    "Olmo3ForCausalLM": _olmo2,
+    "Olmo3ForCausalLM": olmo2,
     "MinistralForCausalLM": llama,
     "Ministral3ForCausalLM": llama,
     "SeedOssForCausalLM": llama,

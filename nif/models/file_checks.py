@@ -319,7 +319,8 @@ def check_complete(
         if isinstance(value, int | float) and not -math.inf < value < math.inf:
             raise ModelError(source, f"its configuration gives {shown(value)} as {name}")
     tensors, experts, names = architecture.tensors, architecture.experts, weights.names()
-    _check_layers(source, config, tensors.layer, names)
+    renamed = (tensors.layer.replace(part, written) for part, written in tensors.in_files)
+    _check_layers(source, config, {tensors.layer, *renamed}, names)
     hf = _on_meta(source, make)
     wanted = hf.state_dict()
     if experts is not None:
@@ -343,9 +344,10 @@ def check_complete(
     return hf
 
 
-def _check_layers(source: str, config: Any, layer: str, names: Collection[str]) -> None:
+def _check_layers(source: str, config: Any, layers: Collection[str], names: Collection[str]) -> None:
     """Bounds the number of layers by those of the file; a layer more would be found missing in the module."""
-    numbers = re.compile(re.escape(layer).replace(r"\{\}", r"(\d{1,6})") + ".*")
+    starts = "|".join(map(re.escape, sorted(layers))).replace(r"\{\}", r"(?:\d{1,6})")
+    numbers = re.compile(f"({starts}).*")
     count = len({match[1] for name in names if (match := numbers.fullmatch(name))})
     if config.num_hidden_layers > count:
         raise ModelError(

@@ -1,8 +1,8 @@
 """Describes the families some of whose layers keep a state or convolve and do not attend."""
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -16,7 +16,7 @@ from genbatch.nif.models.architecture import (
     Tensors,
     head_dim_of,
 )
-from genbatch.nif.models.dense_families import llama, qwen3
+from genbatch.nif.models.dense_families import full_layers, llama, olmo2, qwen3
 from genbatch.nif.models.expert_families import granite_moe, parts_of, qwen2_moe
 
 
@@ -40,6 +40,24 @@ def _lfm2(config: Any) -> Architecture:
         qk_norm=SHARED,
         convolution=ConvolutionNames(convolving),
     )
+
+
+def _lfm2_moe(config: Any) -> Architecture:
+    experts = ExpertNames(
+        config.num_experts,
+        config.num_experts_per_tok,
+        config.moe_intermediate_size,
+        normalised=config.norm_topk_prob,
+        router="feed_forward.gate",
+        whole=("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),
+        single=tuple(f"feed_forward.experts.{{}}.{name}" for name in ("w1", "w3", "w2")),
+        stacked=tuple(f"feed_forward.experts.{name}_proj" for name in ("gate", "up", "down")),
+        layers=frozenset(range(config.num_dense_layers, config.num_hidden_layers)),
+        sigmoid=True,
+        correction="feed_forward.expert_bias" if config.use_expert_bias else None,
+        scale=config.routed_scaling_factor,
+    )
+    return replace(_lfm2(config), experts=experts)
 
 
 def _layers_of(config: Any, *kinds: str) -> frozenset[int]:
@@ -112,29 +130,58 @@ def _qwen3_next(config: Any) -> Architecture:
     )
 
 
-def _mamba2(config: Any) -> RecurrenceNames:
-    if config.hidden_act != "silu" or tuple(config.time_step_limit) != (0.0, math.inf):
-        what = f"hidden_act is {config.hidden_act}, time_step_limit {config.time_step_limit}"
+@dataclass(frozen=True, slots=True)
+class _MambaSizes:
+    """Sizes of a Mamba 2 layer, which each family's configuration names in its own way."""
+
+    heads: int
+    head: int
+    groups: int
+    state: int
+    kernel: int
+
+
+def _mamba2(
+    config: Any, sizes: _MambaSizes, start: str = "mamba.", factors: Sequence[float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+) -> RecurrenceNames:
+    """Names of Mamba 2 in the layers of linear attention; `factors` are those of gates, x, B, C and steps."""
+    activation = getattr(config, "mamba_hidden_act", None) or config.hidden_act
+    if activation != "silu" or tuple(config.time_step_limit) != (0.0, math.inf):
+        what = f"hidden_act is {activation}, time_step_limit {config.time_step_limit}"
         raise ValueError(f"{what}; Mamba 2 runs with silu and unlimited steps here")
-    inner, group = config.mamba_n_heads * config.mamba_d_head, config.mamba_n_groups * config.mamba_d_state
+    inner, group = sizes.heads * sizes.head, sizes.groups * sizes.state
     # In the file: gates, x, B, C, steps; of these the convolution has x, B and C.
-    ends = list(accumulate((inner, inner, group, group, config.mamba_n_heads)))
+    ends = list(accumulate((inner, inner, group, group, sizes.heads)))
     gates, values, keys, queries, steps = (range(start, end) for start, end in pairwise((0, *ends)))
     in_convolution = tuple(range(part.start - inner, part.stop - inner) for part in (queries, keys, values))
+    of_gates, of_values, of_keys, of_queries, of_steps = factors
     return RecurrenceNames(
         _layers_of(config, "linear_attention"),
-        (SomeRows("mamba.in_proj", (queries, keys, values, steps, gates)),),
-        heads=config.mamba_n_heads,
-        key_heads=config.mamba_n_groups,
-        key_dim=config.mamba_d_state,
-        value_dim=config.mamba_d_head,
-        kernel=config.mamba_d_conv,
-        norm_groups=config.mamba_n_groups,
+        (
+            SomeRows(
+                f"{start}in_proj",
+                (queries, keys, values, steps, gates),
+                (of_queries, of_keys, of_values, of_steps, of_gates),
+            ),
+        ),
+        heads=sizes.heads,
+        key_heads=sizes.groups,
+        key_dim=sizes.state,
+        value_dim=sizes.head,
+        kernel=sizes.kernel,
+        norm_groups=sizes.groups,
         channels=in_convolution,
         corrects=False,
         gate_first=True,
-        start="mamba.",
+        start=start,
         skip="D",
+    )
+
+
+def _mamba_sizes(config: Any) -> _MambaSizes:
+    """Sizes as Bamba, Granite 4 and Falcon-H1 name them."""
+    return _MambaSizes(
+        config.mamba_n_heads, config.mamba_d_head, config.mamba_n_groups, config.mamba_d_state, config.mamba_d_conv
     )
 
 
@@ -145,7 +192,7 @@ def _bamba(config: Any) -> Architecture:
         down="feed_forward.down_proj",
         mlp_norm="pre_ff_layernorm",
     )
-    return replace(llama(config), tensors=names, partial_rotary=True, recurrence=_mamba2(config))
+    return replace(llama(config), tensors=names, partial_rotary=True, recurrence=_mamba2(config, _mamba_sizes(config)))
 
 
 def _granite_hybrid(config: Any) -> Architecture:
@@ -153,8 +200,126 @@ def _granite_hybrid(config: Any) -> Architecture:
     return replace(
         granite_moe(config),
         no_rope=frozenset() if rotates else frozenset(range(config.num_hidden_layers)),
-        recurrence=_mamba2(config),
+        recurrence=_mamba2(config, _mamba_sizes(config)),
     )
+
+
+def _falcon_h1(config: Any) -> Architecture:
+    """Attention and Mamba 2 read the same row, and the sum of both is added; each linear has a factor of its own."""
+    every = frozenset(range(config.num_hidden_layers))
+    gate_factor, down_factor = config.mlp_multipliers
+    mixer = replace(
+        _mamba2(config, _mamba_sizes(config), factors=config.ssm_multipliers),
+        layers=every,
+        gate_first=not (config.mamba_rms_norm and config.mamba_norm_before_gate),
+        norm="norm" if config.mamba_rms_norm else None,
+        input_factor=config.ssm_in_multiplier,
+    )
+    return replace(
+        _bamba(config),
+        partial_rotary=False,
+        recurrence=mixer,
+        attending=every,
+        embedding_scale=config.embedding_multiplier,
+        logit_divisor=1 / config.lm_head_multiplier,
+        input_factor=config.attention_in_multiplier,
+        factors={
+            "self_attn.k_proj": config.key_multiplier,
+            "self_attn.o_proj": config.attention_out_multiplier,
+            "mamba.out_proj": config.ssm_out_multiplier,
+            "feed_forward.gate_proj": gate_factor,
+            "feed_forward.down_proj": down_factor,
+        },
+    )
+
+
+def _mamba2_alone(config: Any) -> Architecture:
+    sizes = _MambaSizes(config.num_heads, config.head_dim, config.n_groups, config.state_size, config.conv_kernel)
+    names = Tensors(
+        embedding="backbone.embeddings",
+        final_norm="backbone.norm_f",
+        layer="backbone.layers.{}.",
+        attention_norm="norm",
+        in_files=(("embeddings", "embedding"),),
+    )
+    return Architecture(
+        config.layer_norm_epsilon, 1.0, "silu", names, recurrence=_mamba2(config, sizes, "mixer."), mlps=frozenset()
+    )
+
+
+def _nemotron_h(config: Any) -> Architecture:
+    """Each layer is a norm and one thing: Mamba 2, attention, an MLP or experts."""
+    if config.moe_latent_size is not None and "moe" in config.layer_types:
+        raise ValueError(f"moe_latent_size is {config.moe_latent_size}; experts read whole rows here")
+    sizes = _MambaSizes(
+        config.mamba_num_heads, config.mamba_head_dim, config.n_groups, config.ssm_state_size, config.conv_kernel
+    )
+    names = Tensors(
+        embedding="model.embeddings",
+        final_norm="model.norm_f",
+        qkv=("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
+        out="mixer.o_proj",
+        gate_up=("mixer.up_proj",),
+        down="mixer.down_proj",
+        attention_norm="norm",
+        mlp_norm="norm",
+        in_files=(("model.", "backbone."),),
+    )
+    experts = ExpertNames(
+        config.n_routed_experts,
+        config.num_experts_per_tok,
+        config.moe_intermediate_size,
+        normalised=config.norm_topk_prob,
+        router="mixer.gate",
+        whole=("mixer.experts.up_proj", "mixer.experts.down_proj"),
+        single=("mixer.experts.{}.up_proj", "mixer.experts.{}.down_proj"),
+        stacked=("mixer.experts.ups", "mixer.experts.downs"),
+        layers=_layers_of(config, "moe"),
+        shared=("mixer.shared_experts.up_proj", "mixer.shared_experts.down_proj"),
+        shared_intermediate=config.moe_shared_expert_intermediate_size,
+        sigmoid=True,
+        correction="mixer.gate.e_score_correction_bias",
+        scale=config.routed_scaling_factor,
+        groups=(config.n_group, config.topk_group),
+    )
+    return Architecture(
+        config.layer_norm_epsilon,
+        head_dim_of(config) ** -0.5,
+        config.mlp_hidden_act,
+        names,
+        gated=False,
+        no_rope=frozenset(range(config.num_hidden_layers)),
+        experts=experts if experts.layers else None,
+        recurrence=_mamba2(config, sizes, "mixer."),
+        attending=full_layers(config),
+        mlps=_layers_of(config, "mlp", "moe"),
+    )
+
+
+def _olmo_hybrid(config: Any) -> Architecture:
+    """OLMo 2's norms where a layer attends, and Llama's where it is a delta net."""
+    projections = tuple(SomeRows(f"linear_attn.{name}_proj") for name in "qkvabg")
+    delta = replace(
+        _delta_net(config, projections),
+        norm="o_norm",
+        out="o_proj",
+        gate_eps=1e-5,  # a constant of transformers' class
+        strength=2.0 if config.linear_allow_neg_eigval else 1.0,
+        layer=Tensors(),
+    )
+    attending = olmo2(config)
+    renamed = (("input_layernorm", "attention_layer_norm"), ("post_attention_layernorm", "feedforward_layer_norm"))
+    return replace(
+        attending,
+        tensors=replace(attending.tensors, in_files=renamed),
+        no_rope=frozenset() if _rotates(config) else frozenset(range(config.num_hidden_layers)),
+        recurrence=delta,
+    )
+
+
+def _rotates(config: Any) -> bool:
+    rope = getattr(config, "rope_parameters", None)
+    return rope is not None and rope.get("rope_theta") is not None
 
 
 HYBRID_FAMILIES: dict[str, Callable[[Any], Architecture]] = {
@@ -164,4 +329,9 @@ HYBRID_FAMILIES: dict[str, Callable[[Any], Architecture]] = {
     "Qwen3NextForCausalLM": _qwen3_next,
     "BambaForCausalLM": _bamba,
     "GraniteMoeHybridForCausalLM": _granite_hybrid,
+    "FalconH1ForCausalLM": _falcon_h1,
+    "Mamba2ForCausalLM": _mamba2_alone,
+    "NemotronHForCausalLM": _nemotron_h,
+    "Lfm2MoeForCausalLM": _lfm2_moe,
+    "OlmoHybridForCausalLM": _olmo_hybrid,
 }

@@ -53,7 +53,7 @@ from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.model_source import ModelSource, no_progress, quiet_transformers, resolve_model
 from genbatch.nif.models.quantised_checkpoint import QuantisedWeights, quantisation_of
 from genbatch.nif.models.self_check import check_paged_path, probe_layers
-from genbatch.nif.models.weight_source import SafetensorsWeights, TextWeights, WeightSource
+from genbatch.nif.models.weight_source import JoinedWeights, SafetensorsWeights, TextWeights, WeightSource
 from genbatch.nif.pooling import CLS, LAST, RANK, Pooling, directory_pooling, gguf_pooling, plain_pooling
 from genbatch.nif.runner import LayerShape
 from genbatch.nif.runners.attention import ATTENTION_NAME, register_attention
@@ -303,6 +303,8 @@ class _Directory:
         files = SafetensorsWeights(self._source, self.directory)
         quantised = self.quantisation
         whole = files if quantised is None else QuantisedWeights(self._source, files, quantised)
+        if any(name.endswith(JoinedWeights.PARTS[0]) for name in whole.names()):
+            return JoinedWeights(whole)
         return TextWeights(whole) if self.is_part else whole
 
     def end_tokens(self, tokenizer: Tokenizer, vocab_size: int) -> frozenset[int]:
@@ -592,10 +594,10 @@ def _merged_experts(files: _Files, tensors: dict[str, torch.Tensor]) -> dict[str
     if experts.transposed:
         _stack_experts(experts, tensors)
     for suffix, whole in ((".weight", experts.whole), (".bias", [f"{name}_bias" for name in experts.whole])):
-        gates, ups, downs = (name + suffix for name in experts.stacked)
-        for name in [name for name in tensors if name.endswith(gates)]:
-            start = name.removesuffix(gates)
-            parts = [tensors.pop(start + part) for part in (gates, ups)]
+        *inputs, downs = (name + suffix for name in experts.stacked)
+        for name in [name for name in tensors if name.endswith(inputs[0])]:
+            start = name.removesuffix(inputs[0])
+            parts = [tensors.pop(start + part) for part in inputs]
             down = tensors.pop(start + downs)
             if experts.transposed:  # gates and ups in turn, and inputs before outputs
                 merged = torch.stack(parts, dim=2).flatten(1, 2)

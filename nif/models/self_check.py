@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from genbatch.nif.errors import ModelError
 from genbatch.nif.models.loaded_model import Model
-from genbatch.nif.runner import LayerGroup, LayerShape, RaggedBatch
+from genbatch.nif.runner import NO_SHAPE, LayerGroup, LayerShape, RaggedBatch
 from genbatch.nif.runners.attention import ATTENTION_NAME, AttentionCall, StateScan, convolved
 from genbatch.nif.runners.torch_runner import TorchRunner
 
@@ -81,7 +81,7 @@ def probe_layers(name: str, hf: PreTrainedModel, groups: tuple[LayerGroup, ...])
         if None not in (call.window, said) and call.window != said:
             raise ModelError(name, f"layer {layer} has a window of {call.window}, config.json says {said}")
         shapes[layer] = LayerShape(call.key.shape[1], call.key.shape[2], call.value.shape[2])
-    return tuple(shapes[layer] for layer in sorted(shapes)), int(output.logits.shape[-1])
+    return tuple(shapes.get(layer, NO_SHAPE) for layer in range(max(shapes) + 1)), int(output.logits.shape[-1])
 
 
 def check_paged_path(name: str, model: Model) -> None:

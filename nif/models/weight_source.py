@@ -327,6 +327,48 @@ class TextWeights:
         return name
 
 
+class JoinedWeights:
+    """The tensors of a checkpoint that has a convolution's channels in parts, as the module has them. A `WeightSource`.
+
+    Args:
+        files: the whole checkpoint.
+    """
+
+    PARTS = ("q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight")
+    WHOLE = "conv1d.weight"
+
+    def __init__(self, files: WeightSource) -> None:
+        self._files = files
+        names = files.names()
+        starts = [name.removesuffix(self.PARTS[0]) for name in names if name.endswith(f".{self.PARTS[0]}")]
+        self._joined = {start + self.WHOLE: [start + part for part in self.PARTS] for start in starts}
+        parts = {part for joined in self._joined.values() for part in joined}
+        self._names = {name for name in names if name not in parts} | self._joined.keys()
+
+    def names(self) -> Collection[str]:
+        """As in `WeightSource`."""
+        return self._names
+
+    def tensor(self, name: str) -> StoredTensor:
+        """As in `WeightSource`."""
+        if name not in self._joined:
+            return self._files.tensor(name)
+        parts = [self._files.tensor(part) for part in self._joined[name]]
+        rows = np.concatenate([part.rows for part in parts])
+        return StoredTensor(name, parts[0].kind, self.shape(name), rows)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """As in `WeightSource`."""
+        if name not in self._joined:
+            return self._files.shape(name)
+        shapes = [self._files.shape(part) for part in self._joined[name]]
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+    def release(self) -> None:
+        """As in `WeightSource`."""
+        self._files.release()
+
+
 class ModuleWeights:
     """The tensors of a module in memory.
 

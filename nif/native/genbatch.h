@@ -7,7 +7,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define ABI_VERSION 14 /* bumped with any change to the structs below or to what Python calls; library.py compares */
+#define ABI_VERSION 15 /* bumped with any change to the structs below or to what Python calls; library.py compares */
 #define SMALLEST_GROUP 16 /* inputs of a linear that share a scale, at least */
 #define COLUMNS 32 /* output columns of one weight block */
 #define MAX_GROUPS 4 /* layer groups */
@@ -70,7 +70,7 @@ typedef struct {
     const void *weights;
 } part;
 
-/* y = x W^T + bias. Weights lie in blocks of COLUMNS outputs; see each gemm file for the block. */
+/* y = scales * x W^T + bias. Weights lie in blocks of COLUMNS outputs; see each gemm file for the block. */
 typedef struct {
     int32_t kind; /* with parts: of the rows that they multiply */
     int32_t n; /* outputs; blocks are padded to a multiple of COLUMNS */
@@ -78,6 +78,7 @@ typedef struct {
     int32_t group; /* inputs that share a scale; 1 for float kinds */
     const void *weights; /* NULL with parts */
     const float *bias; /* [padded n], or NULL */
+    const float *scales; /* [padded n], of the products; or NULL */
     const part *parts; /* one for each type of the file, or NULL; two that begin at block 0: gates, and ups */
     int32_t num_parts;
     int32_t pad;
@@ -111,24 +112,30 @@ typedef struct {
     int32_t intermediate; /* of one of them */
 } experts;
 
-/* Heads that each keep a matrix of keys by values, which every token decays and adds to. A token's row of the linear `qkv`
- * is queries, keys, values (the channels of a short convolution), then a step and, if it `corrects`, a strength for each
- * head, then gates. */
+/* Heads that each keep a matrix of keys by values, which every token decays and adds to. A token's row of the linear
+ * `inputs` is queries, keys, values (the channels of a short convolution), then a step and, if it `corrects`, a strength
+ * for each head, then gates. */
 typedef struct {
+    linear inputs, out;
     const float *taps; /* [kernel, channels] */
     const float *tap_bias; /* [channels], or NULL */
     const float *rates; /* [heads]: a state decays by exp(rate * softplus(step + its bias)) */
     const float *step_bias; /* [heads] */
     const float *skips; /* [heads]: of the value, added to the output; or NULL */
     const int32_t *places; /* [heads]: where a head's outputs stand among those of all, and its gates */
-    norm gate_norm; /* [heads * value_dim] */
+    norm gate_norm; /* [heads * value_dim], or none */
     int32_t kernel, channels, heads, key_heads, key_dim, value_dim;
     int32_t corrects; /* whether a value's error against the state is added, by norms of keys and queries; else the value */
     int32_t norm_groups; /* of the outputs, each normed by itself */
     int32_t gate_first; /* whether the gate comes before the norm */
+    int32_t group, index_in_group; /* as a layer's */
+    float gate_eps; /* of gate_norm */
+    float strength; /* what the sigmoid of a token's strength is multiplied with */
     int32_t pad;
 } recurrence;
 
+/* A layer attends or convolves (if `qkv` has outputs), or recurs, or both, and adds the sum of both; then it has an MLP or
+ * experts. Either half may be absent. */
 typedef struct {
     linear qkv, out;
     linear gate_up, down; /* gate_up: the ups alone where the model has no gates; neither is used with experts */
@@ -140,7 +147,7 @@ typedef struct {
     const float *sinks; /* [num_heads], a score that takes weight and gives no value; or NULL */
     const float *taps; /* [window, hidden]: the layer convolves, and qkv gives gates, factors, inputs; NULL: it attends */
     const float *tap_bias; /* [hidden], or NULL */
-    const recurrence *recurrence; /* or NULL: it attends or convolves */
+    const recurrence *recurrence; /* or NULL */
     const experts *experts; /* or NULL */
     int32_t group; /* layer group, and this layer's place in it */
     int32_t index_in_group;
@@ -252,6 +259,7 @@ enum step_error {
 
 static inline int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* What multiplies the integers of one group of one row; see gemm_int8.c. */
 typedef struct {
@@ -350,6 +358,7 @@ void norm_part(const model *, const norm *, norm_factors, const float *x, int64_
 void norm_row(const model *, const norm *, const float *x, int64_t size, float *out);
 void embed_row(const table *, int64_t id, float *out); /* scaled */
 norm head_norm(const model *, const norm *, int head, int head_dim);
+void norm_rms(const float *weight, float eps, int64_t size, float *x); /* in place */
 void rope(const model *, const layer *, const step *, float *head, const norm *, int64_t position, float scale);
 /* The inputs [from, to), whole groups, of a row of `size` in the form that a linear multiplies. */
 void rows_put_part(int kind, const rows *, int64_t row, const float *x, int64_t size, int64_t from, int64_t to);
@@ -424,11 +433,11 @@ void convolution_row(const cache *, const layer *, int64_t hidden, const int32_t
 int64_t recurrence_kept(const recurrence *); /* floats that a layer keeps of a position, the first of its row */
 int64_t recurrence_bytes(const recurrence *, int block_size); /* of a block */
 int64_t recurrence_scratch(const recurrence *); /* floats that a thread needs */
-void recurrence_write(const cache *, const layer *, int64_t slot, const float *row);
+void recurrence_write(const cache *, const recurrence *, int64_t slot, const float *row);
 /* One head of an entry: out[token][heads * value_dim] of its tokens, and the states at the ends of blocks. */
-void recurrence_head(const cache *, const layer *, const step *, int entry, int head, float *scratch, float *out);
+void recurrence_head(const cache *, const recurrence *, const step *, int entry, int head, float *scratch, float *out);
 /* What the gates and the norm make of one token's output. */
-void recurrence_gate(const model *, const recurrence *, const float *gates, float *out);
+void recurrence_gate(const recurrence *, const float *gates, float *out);
 
 /* lora.c */
 typedef struct {

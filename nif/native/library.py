@@ -13,7 +13,7 @@ import torch
 
 from genbatch.nif.native.build import NativeUnavailable, build_library
 
-ABI_VERSION = 14
+ABI_VERSION = 15
 COLUMNS = 32
 LORA_COLUMNS = 16
 LORA_QKV, LORA_OUT, LORA_GATE_UP, LORA_DOWN, LORA_PLACES = range(5)
@@ -102,6 +102,7 @@ class Linear(Structure):
         ("group", c_int32),
         ("weights", c_void_p),
         ("bias", c_void_p),
+        ("scales", c_void_p),
         ("parts", POINTER(Part)),
         ("num_parts", c_int32),
         ("pad", c_int32),
@@ -144,6 +145,8 @@ class StateLayer(Structure):
     """A layer of heads with a recurrent state."""
 
     _fields_ = (
+        ("inputs", Linear),
+        ("out", Linear),
         ("taps", c_void_p),
         ("tap_bias", c_void_p),
         ("rates", c_void_p),
@@ -160,6 +163,10 @@ class StateLayer(Structure):
         ("corrects", c_int32),
         ("norm_groups", c_int32),
         ("gate_first", c_int32),
+        ("group", c_int32),
+        ("index_in_group", c_int32),
+        ("gate_eps", c_float),
+        ("strength", c_float),
         ("pad", c_int32),
     )
 

@@ -111,6 +111,9 @@ void linear_finish(const linear *l, int64_t block, float *sums, int64_t first, i
                    const model *m, float *out, int64_t pitch)
 {
     int64_t width, column = linear_column(l, block, &width);
+    if (l->scales)
+        for (int64_t r = 0; r < count; r++)
+            for (int i = 0; i < width; i++) sums[r * COLUMNS + i] *= l->scales[column + i];
     if (l->bias)
         for (int64_t r = 0; r < count; r++)
             for (int i = 0; i < COLUMNS; i++) /* zeros beyond the last column */

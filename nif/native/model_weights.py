@@ -24,6 +24,7 @@ from genbatch.nif.models.architecture import (
     RecurrenceNames,
     SomeRows,
     gated_rows,
+    heads_of,
     kv_sources,
     qkv_names,
     shapes_of,
@@ -87,7 +88,7 @@ class RopeTables:
     """
 
     def __init__(self, config: Any, *, partial: bool, max_position: int) -> None:
-        parameters: Any = config.rope_parameters
+        parameters: Any = _rope_parameters(config)
         nested = "rope_type" not in parameters
         self.kinds: tuple[str | None, ...] = tuple(sorted(parameters)) if nested else (None,)
         self.max_position = max_position
@@ -107,16 +108,23 @@ class RopeTables:
         return self._tables
 
 
+def _rope_parameters(config: Any) -> Any:
+    """Return the configuration's parameters; those of an unused table for a model that rotates nothing."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    unused = {"rope_type": "default", "rope_theta": 1.0}
+    return unused if parameters.get("rope_theta", 0) is None else parameters or unused
+
+
 def rope_kinds(config: Any) -> list[str]:
     """Return the types of a model's rotary embeddings ("default", "llama3", ...), one per table."""
-    parameters: Any = config.rope_parameters
+    parameters: Any = _rope_parameters(config)
     nested = [parameters] if "rope_type" in parameters else list(parameters.values())
     return [one["rope_type"] for one in nested]
 
 
 def _frequencies(config: Any, kind: str | None, *, partial: bool) -> tuple[torch.Tensor, float]:
     """Return radians per position for each pair of elements, [rotary_dim / 2], and a factor of cosines and sines."""
-    parameters = config.rope_parameters if kind is None else config.rope_parameters[kind]
+    parameters = _rope_parameters(config) if kind is None else config.rope_parameters[kind]
     if parameters["rope_type"] != "default":
         if isinstance(config, KeptConfig):
             return config.frequencies(kind)
@@ -157,7 +165,7 @@ def check_supported(model: "Model") -> Architecture:
     if architecture.activation not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
         raise NativeUnavailable(f"the activation is {architecture.activation}; the kernels compute {known}")
-    for _, head_dim in shapes_of(config):
+    for _, head_dim in shapes_of(config) if any(map(architecture.attends, range(config.num_hidden_layers))) else ():
         if head_dim % _HEAD_DIM_STEP or head_dim > MAX_HEAD_DIM:
             raise NativeUnavailable(
                 f"heads of {head_dim} elements; the kernels take multiples of {_HEAD_DIM_STEP} up to {MAX_HEAD_DIM}"
@@ -233,19 +241,12 @@ class ModelWeights:
         packer = WeightPacker(self.library, available_cores())
         self._loader = loader = _Loader(model, architecture, source, packer, matrices)
         self.layers = layers = (Layer * config.num_hidden_layers)()
-        sources = kv_sources(config)
-        for group_id, group in enumerate(model.groups):
-            window = ALL_POSITIONS if group.window is None else group.window
-            writers = [layer for layer in group.layers if layer not in sources]
-            self.groups += (replace(group, layers=tuple(writers)),)
-            for layer in group.layers:
-                layers[layer] = loader.layer(layer)
-                layers[layer].group, layers[layer].window = group_id, window
-                layers[layer].index_in_group = writers.index(sources.get(layer, layer))
-                layers[layer].shares, layers[layer].sink_tokens = layer in sources, group.sink_tokens
-                layers[layer].rope = rope = self._rope_of(layer, architecture)
-                layers[layer].rotary_dim = 0 if rope < 0 else self.rope.rotary_dims[rope]
-                source.release()  # otherwise the file's pages would stay in memory beside the packed weights
+        for layer in range(len(layers)):
+            layers[layer] = loader.layer(layer)
+            layers[layer].rope = rope = self._rope_of(layer, architecture)
+            layers[layer].rotary_dim = 0 if rope < 0 else self.rope.rotary_dims[rope]
+            source.release()  # otherwise the file's pages would stay in memory beside the packed weights
+        self._group_layers(model.groups, kv_sources(config))
         tensors = architecture.tensors
         embedding = loader.tensor(f"{tensors.embedding}.weight")
         tied = model.weights is not None and _is_tied(config, source, loader, architecture)
@@ -257,7 +258,7 @@ class ModelWeights:
         self.struct = ModelStruct(
             hidden=config.hidden_size,
             intermediate=max(*inner, *(layer.intermediate for layer in layers), 0 if own is None else own.width),
-            num_heads=config.num_attention_heads,
+            num_heads=heads_of(config),
             num_layers=len(layers),
             vocab_size=model.vocab_size,
             num_groups=len(self.groups),
@@ -287,6 +288,22 @@ class ModelWeights:
             self._layer_embeddings(own)
         source.release()
 
+    def _group_layers(self, groups: Sequence[LayerGroup], sources: dict[int, int]) -> None:
+        """Tell each layer its place in its group; `sources` is what `kv_sources` returned."""
+        layers = self.layers
+        for group_id, group in enumerate(groups):
+            writers = [layer for layer in group.layers if layer not in sources]
+            self.groups += (replace(group, layers=tuple(writers)),)
+            for layer in group.layers:
+                if group.recurs:
+                    state = layers[layer % len(layers)].recurrence.contents
+                    state.group, state.index_in_group = group_id, writers.index(layer)
+                    continue
+                layers[layer].group = group_id
+                layers[layer].window = ALL_POSITIONS if group.window is None else group.window
+                layers[layer].index_in_group = writers.index(sources.get(layer, layer))
+                layers[layer].shares, layers[layer].sink_tokens = layer in sources, group.sink_tokens
+
     def _layer_embeddings(self, names: LayerEmbeddings) -> None:
         loader, struct, width = self._loader, self.struct, names.width
         struct.layer_width = width
@@ -296,12 +313,9 @@ class ModelWeights:
 
     def _rope_of(self, layer: int, architecture: Architecture) -> int:
         """Return the index of a layer's table; -1 for none."""
-        if layer in architecture.no_rope:
+        if layer in architecture.no_rope or not architecture.attends(layer):
             return -1
         config: Any = self.model.config
-        convolution = architecture.convolution
-        if convolution is not None and layer in convolution.layers:
-            return -1
         return 0 if len(self.rope.kinds) == 1 else self.rope.kinds.index(config.layer_types[layer])
 
 
@@ -325,31 +339,32 @@ class _Loader:
 
     def layer(self, index: int) -> Layer:
         """Build one layer; the caller sets its place in a group and its rotary table."""
-        experts, tensors = self._architecture.experts, self._architecture.tensors
+        architecture = self._architecture
+        experts, tensors = architecture.experts, architecture.tensors_of(index)
         start = tensors.layer.format(index)
         kind = self._kind
         if kind == WEIGHT_U4 and keeps_8_bits(index, self._config.num_hidden_layers):
             kind = WEIGHT_I8
-        convolution = self._architecture.convolution
-        convolves = convolution is not None and index in convolution.layers
-        shape = self._cached[index]
+        shape, convolution, recurrence = self._cached[index], architecture.convolution, architecture.recurrence
         layer = Layer(
-            num_kv_heads=shape.num_kv_heads,
+            num_kv_heads=max(shape.num_kv_heads, 1),
             key_dim=shape.key_dim,
             value_dim=shape.value_dim,
             scale=1.0 if tensors.scale is None else self.tensor(start + tensors.scale).whole().item(),
-            attention_norm=self.norm(tensors.attention_norm, start),
-            mlp_norm=self.norm(tensors.mlp_norm, start),
-            attention_post=self.norm(tensors.attention_post, start),
-            mlp_post=self.norm(tensors.mlp_post, start),
         )
-        recurrence = self._architecture.recurrence
-        if convolution is not None and convolves:
+        if convolution is not None and index in convolution.layers:
             self._convolution(layer, start, convolution, kind)
-        elif recurrence is not None and index in recurrence.layers:
+        if recurrence is not None and index in recurrence.layers:
             self._recurrence(layer, start, recurrence, kind)
-        else:
+        if architecture.attends(index):
             self._attention(layer, start, kind)
+        if layer.qkv.n or layer.recurrence:
+            layer.attention_norm = self.norm(tensors.attention_norm, start)
+            layer.attention_post = self.norm(tensors.attention_post, start)
+        if architecture.mlps is not None and index not in architecture.mlps:
+            return layer
+        layer.mlp_norm = self.norm(tensors.mlp_norm, start)
+        layer.mlp_post = self.norm(tensors.mlp_post, start)
         own = self._architecture.layer_embeddings
         if own is not None:
             layer.input_gate = self.linear([start + own.gate])
@@ -369,7 +384,7 @@ class _Loader:
         names = qkv_names([start + name for name in tensors.qkv], self._shapes)
         layer.qkv = self._qkv(names, layer, kind)
         layer.out = self.linear([start + tensors.out])
-        layer.q_norm = self._head_norm(start + tensors.q_norm, self._config.num_attention_heads)
+        layer.q_norm = self._head_norm(start + tensors.q_norm, heads_of(self._config))
         if len(names) > 1 or len(tensors.qkv) == 1:
             layer.k_norm = self._head_norm(start + tensors.k_norm, layer.num_kv_heads)
         if self._architecture.value_norm:
@@ -389,25 +404,28 @@ class _Loader:
     def _recurrence(self, layer: Layer, start: str, names: RecurrenceNames, kind: int) -> None:
         begin = start + names.start
         channels = _order(names.channels, names.key_heads * names.key_dim * 2 + names.heads * names.value_dim)
-        out = self.tensor(f"{begin}out_proj.weight")
+        out = self.tensor(f"{begin}{names.out}.weight")
         places = np.arange(names.heads, dtype=np.int32)
         if out.column_order is not None:  # the file's blocks stay whole; heads write where their columns are
             places = (out.column_order[:: names.value_dim] // names.value_dim).astype(np.int32)
         *inputs, gates = names.inputs
-        layer.qkv = self._rows_of(start, (*inputs, _heads_placed(gates, places, names.value_dim)), kind)
-        layer.out = self._pack([replace(out, column_order=None)], [self._bias(f"{begin}out_proj")])
         taps = self.tensor(f"{begin}conv1d.weight").whole()[:, 0][channels]  # [channels, taps]
         bias = self._bias(f"{begin}conv1d")
-        gate_norm = self.tensor(f"{begin}norm.weight").whole().flatten()
         put = self._packer.put_floats
         struct = StateLayer(
+            inputs=self._rows_of(
+                start, (*inputs, _heads_placed(gates, places, names.value_dim)), kind, names.input_factor
+            ),
+            out=self._linear([replace(out, column_order=None)], [f"{begin}{names.out}"]),
             taps=put(taps.T.flatten()),
             tap_bias=None if bias is None else put(bias[channels]),
             rates=put(-self.tensor(f"{begin}A_log").whole().flatten().exp()),
             step_bias=put(self.tensor(f"{begin}dt_bias").whole().flatten()),
             skips=None if names.skip is None else put(self.tensor(f"{begin}{names.skip}").whole().flatten()),
             places=places.ctypes.data,
-            gate_norm=Norm(put(gate_norm.repeat(names.heads * names.value_dim // len(gate_norm)))),
+            gate_norm=self._gate_norm(begin, names),
+            gate_eps=self._architecture.norm_eps if names.gate_eps is None else names.gate_eps,
+            strength=names.strength,
             kernel=names.kernel,
             channels=len(channels),
             heads=names.heads,
@@ -421,15 +439,24 @@ class _Loader:
         self._held += [struct, places]
         layer.recurrence = ctypes.pointer(struct)
 
-    def _rows_of(self, start: str, rows: Sequence[SomeRows], kind: int) -> Linear:
-        """Build one linear from some rows of several matrices."""
-        matrices, biases = [], []
+    def _gate_norm(self, begin: str, names: RecurrenceNames) -> Norm:
+        if names.norm is None:
+            return Norm()
+        weight = self.tensor(f"{begin}{names.norm}.weight").whole().flatten()
+        return Norm(self._packer.put_floats(weight.repeat(names.heads * names.value_dim // len(weight))))
+
+    def _rows_of(self, start: str, rows: Sequence[SomeRows], kind: int, input_factor: float = 1.0) -> Linear:
+        """Build one linear from some rows of several matrices; `input_factor` multiplies its products."""
+        matrices, biases, factors = [], [], []
         for some in rows:
             matrix, bias = self.tensor(f"{start}{some.name}.weight"), self._bias(start + some.name)
             order = _order(some.parts, matrix.shape[0])
+            sizes = torch.tensor([len(part) for part in some.parts or (order,)])
+            factor = torch.tensor(some.factors or (1.0,) * len(sizes)).repeat_interleave(sizes)
             matrices.append(_rows(matrix, order))
-            biases.append(None if bias is None else bias[torch.from_numpy(order)])
-        return self._pack(matrices, biases, kind=kind)
+            biases.append(None if bias is None else bias[torch.from_numpy(order)] * factor)
+            factors.append(factor * input_factor)
+        return self._pack(matrices, biases, kind=kind, factors=factors)
 
     def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> StoredTensor:
         """Return a tensor of the source.
@@ -449,10 +476,26 @@ class _Loader:
         """Build a norm by its name; None means that there is no norm."""
         return Norm() if name is None else self._norm([start + name])
 
-    def linear(self, names: Sequence[str], group: int = _I8_GROUP, kind: int | None = None) -> Linear:
-        """Build one linear from matrices that are stacked along the outputs."""
+    def linear(
+        self, names: Sequence[str], group: int = _I8_GROUP, kind: int | None = None, input_factor: float = 1.0
+    ) -> Linear:
+        """Build one linear from matrices that are stacked along the outputs; `input_factor` multiplies its products."""
         matrices = [self.tensor(f"{name}.weight") for name in names]
-        return self._pack(matrices, [self._bias(name) for name in names], group=group, kind=kind)
+        return self._linear(matrices, names, group=group, kind=kind, input_factor=input_factor)
+
+    def _linear(
+        self, matrices: Sequence[StoredTensor], names: Sequence[str], *, input_factor: float = 1.0, **how: Any
+    ) -> Linear:
+        """Build one linear with the biases and the factors that belong to the matrices' names."""
+        own = [self._factor(name) for name in names]
+        biases = [self._bias(name) for name in names]
+        scaled = [None if bias is None else bias * factor for bias, factor in zip(biases, own, strict=True)]
+        pairs = zip(matrices, own, strict=True)
+        factors = [torch.full((matrix.shape[0],), factor * input_factor) for matrix, factor in pairs]
+        return self._pack(matrices, scaled, factors=factors, **how)
+
+    def _factor(self, name: str) -> float:
+        return next((factor for end, factor in self._architecture.factors.items() if name.endswith(end)), 1.0)
 
     def table(self, tensor: StoredTensor, scale: float, packed: Linear | None = None) -> Table:
         """Build a table of embeddings, from the blocks of a head that shares them if there are some."""
@@ -472,7 +515,7 @@ class _Loader:
         if self._architecture.gated_attention:
             return self._rows_of("", gated_rows(names, self._config), kind)
         if not self._architecture.qkv_by_head:
-            return self.linear(names, kind=kind)
+            return self.linear(names, kind=kind, input_factor=self._architecture.input_factor)
         head_dim, kv_heads = layer.key_dim, layer.num_kv_heads
         per_head = self._config.num_attention_heads // kv_heads
         rows = np.arange((per_head + 2) * kv_heads * head_dim).reshape(kv_heads, per_head + 2, head_dim)
@@ -485,11 +528,10 @@ class _Loader:
         if not self._architecture.gated:
             return self.linear(names)
         matrices = [self.tensor(f"{name}.weight") for name in names]
-        biases = [self._bias(name) for name in names]
-        if len(names) == 1:
-            matrices = _halves(matrices[0])
-            biases = [None, None] if biases[0] is None else list(biases[0].chunk(2))
-        return self._pack(matrices, biases, interleaved=True)
+        if len(names) > 1:
+            return self._linear(matrices, names, interleaved=True)
+        bias = self._bias(names[0])
+        return self._pack(_halves(matrices[0]), [None, None] if bias is None else list(bias.chunk(2)), interleaved=True)
 
     def _experts(self, start: str, experts: ExpertNames, kind: int) -> Any:
         """Return a pointer to the layer's experts; `kind` is the kind of their down projections."""
@@ -541,34 +583,39 @@ class _Loader:
         count = experts.shared_intermediate // size
         if not count:
             return []
-        *both, down = (self.tensor(f"{start}{name}.weight") for name in experts.shared)
-        gate, up = both if len(both) == 2 else _halves(both[0])
+        *inputs, down = (self.tensor(f"{start}{name}.weight") for name in experts.shared)
+        *biases, last = (self._bias(start + name) for name in experts.shared)
+        if self._architecture.gated and len(inputs) == 1:
+            inputs, biases = _halves(inputs[0]), [None, None]
         made = []
         for part in range(count):
             rows = np.arange(part * size, (part + 1) * size)
-            halves = [_rows(gate, rows), _rows(up, rows)]
             columns = _columns(down, part * size, size)
-            made.append((self._pack(halves, [None, None], interleaved=True), self._pack([columns], [None], kind=kind)))
+            own = [None if bias is None else bias[part * size : (part + 1) * size] for bias in biases]
+            inner = self._inner([_rows(matrix, rows) for matrix in inputs], own)
+            made.append((inner, self._pack([columns], [None if part else last], kind=kind)))
         return made
+
+    def _inner(self, matrices: Sequence[StoredTensor], biases: Sequence[torch.Tensor | None]) -> Linear:
+        """Build an expert's gates and ups, or its ups alone."""
+        return self._pack(matrices, biases, interleaved=len(matrices) == 2)
 
     def _single_expert(self, start: str, experts: ExpertNames, index: int, kind: int) -> tuple[Linear, Linear]:
         inner = (experts.intermediate, self._config.hidden_size)
-        names = (f"{start}{name.format(index)}.weight" for name in experts.single)
-        gate, up, down = (
-            self.tensor(name, shape) for name, shape in zip(names, (inner, inner, inner[::-1]), strict=True)
-        )
-        *halves, last = self._expert_biases(start, experts, index)
-        return self._pack([gate, up], halves, interleaved=True), self._pack([down], [last], kind=kind)
+        *inputs, down = (f"{start}{name.format(index)}.weight" for name in experts.single)
+        matrices = [self.tensor(name, inner) for name in inputs]
+        *biases, last = self._expert_biases(start, experts, index)
+        outer = self.tensor(down, inner[::-1])
+        return self._inner(matrices, biases), self._pack([outer], [last], kind=kind)
 
     def _stacked_expert(self, start: str, experts: ExpertNames, index: int, kind: int) -> tuple[Linear, Linear]:
         inner = (experts.count, experts.intermediate, self._config.hidden_size)
         outer = (experts.count, self._config.hidden_size, experts.intermediate)
-        names = (f"{start}{name}.weight" for name in experts.stacked)
-        gate, up, down = (
-            self.tensor(name, shape).part(index) for name, shape in zip(names, (inner, inner, outer), strict=True)
-        )
-        *halves, last = self._expert_biases(start, experts, index)
-        return self._pack([gate, up], halves, interleaved=True), self._pack([down], [last], kind=kind)
+        *inputs, down = (f"{start}{name}.weight" for name in experts.stacked)
+        matrices = [self.tensor(name, inner).part(index) for name in inputs]
+        *biases, last = self._expert_biases(start, experts, index)
+        last_matrix = self.tensor(down, outer).part(index)
+        return self._inner(matrices, biases), self._pack([last_matrix], [last], kind=kind)
 
     def _whole_expert(self, start: str, experts: ExpertNames, index: int, kind: int) -> tuple[Linear, Linear]:
         gate_up_name, down_name = (start + name for name in experts.whole)
@@ -579,19 +626,19 @@ class _Loader:
             gates = [_stored(turned[first::2]) for first in (0, 1)]
             down = _stored(down.whole().T)
         else:
-            gates = _halves(gate_up)
-        return self._pack(gates, halves, interleaved=True), self._pack([down], [last], kind=kind)
+            gates = _halves(gate_up) if self._architecture.gated else [gate_up]
+        return self._inner(gates, halves), self._pack([down], [last], kind=kind)
 
     def _expert_biases(self, start: str, experts: ExpertNames, index: int) -> list[torch.Tensor | None]:
         """Return an expert's biases of gates, ups and downs from the tensors of all experts."""
         stacked = [f"{start}{name}.bias" for name in experts.stacked]
         if stacked[0] in self._source.names():
-            sizes = (experts.intermediate, experts.intermediate, self._config.hidden_size)
+            sizes = [experts.intermediate] * (len(stacked) - 1) + [self._config.hidden_size]
             shaped = zip(stacked, sizes, strict=True)
             return [self.tensor(name, (experts.count, size)).whole()[index] for name, size in shaped]
         whole, down = (self._part_of_bias(start + name, index) for name in experts.whole)
         if whole is None:
-            return [None, None, down]
+            return [None] * (len(stacked) - 1) + [down]
         return [*((whole[0::2], whole[1::2]) if experts.transposed else whole.chunk(2)), down]
 
     def _part_of_bias(self, name: str, index: int) -> torch.Tensor | None:
@@ -624,6 +671,7 @@ class _Loader:
         interleaved: bool = False,
         group: int = _I8_GROUP,
         kind: int | None = None,
+        factors: Sequence[torch.Tensor] | None = None,
     ) -> Linear:
         kind = self._kind if kind is None else kind
         linear = self._packer.linear(kind, matrices, group=group, interleaved=interleaved)
@@ -631,8 +679,14 @@ class _Loader:
             pairs = zip(biases, matrices, strict=True)
             full = [torch.zeros(matrix.shape[0]) if bias is None else bias for bias, matrix in pairs]
             bias = interleave_gate_up(*full) if interleaved else torch.cat(full)
-            linear.bias = self._packer.put_floats(torch.nn.functional.pad(bias, (0, -len(bias) % COLUMNS)))
+            linear.bias = self._by_output(bias)
+        if factors is not None and any(bool((factor != 1.0).any()) for factor in factors):
+            linear.scales = self._by_output(interleave_gate_up(*factors) if interleaved else torch.cat(list(factors)))
         return linear
+
+    def _by_output(self, values: torch.Tensor) -> int:
+        """Return the address of a value for each output, padded to whole blocks."""
+        return self._packer.put_floats(torch.nn.functional.pad(values, (0, -len(values) % COLUMNS)))
 
 
 def _is_tied(config: Any, source: WeightSource, loader: "_Loader", architecture: Architecture) -> bool:

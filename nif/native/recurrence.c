@@ -31,35 +31,33 @@ int64_t recurrence_scratch(const recurrence *r)
     return padded(state_of(r) + RUN * (2 * keys_of(r) + values_of(r)), 16);
 }
 
-static float *block_at(const cache *c, const layer *l, int32_t block)
+static float *block_at(const cache *c, const recurrence *r, int32_t block)
 {
-    return (float *)(c->base + l->index_in_group * c->layer_stride + block * c->block_stride);
+    return (float *)(c->base + r->index_in_group * c->layer_stride + block * c->block_stride);
 }
 
-static float *state_at(const cache *c, const layer *l, int32_t block, int head)
+static float *state_at(const cache *c, const recurrence *r, int32_t block, int head)
 {
-    const recurrence *r = l->recurrence;
-    return block_at(c, l, block) + padded(c->block_size * recurrence_kept(r), 16) + head * state_of(r);
+    return block_at(c, r, block) + padded(c->block_size * recurrence_kept(r), 16) + head * state_of(r);
 }
 
-void recurrence_write(const cache *c, const layer *l, int64_t slot, const float *row)
+void recurrence_write(const cache *c, const recurrence *r, int64_t slot, const float *row)
 {
-    const int64_t kept = recurrence_kept(l->recurrence);
-    float *block = block_at(c, l, (int32_t)(slot / c->block_size));
+    const int64_t kept = recurrence_kept(r);
+    float *block = block_at(c, r, (int32_t)(slot / c->block_size));
     memcpy(block + slot % c->block_size * kept, row, sizeof(float) * (size_t)kept);
 }
 
 /* The convolution of `count` channels at a position, and SiLU; `out` has room for a multiple of 16, the rest is zeros. */
-static void convolve(const cache *c, const layer *l, const int32_t *table, int64_t position, int64_t channel, int64_t count,
-                     float *out)
+static void convolve(const cache *c, const recurrence *r, const int32_t *table, int64_t position, int64_t channel,
+                     int64_t count, float *out)
 {
-    const recurrence *r = l->recurrence;
     const int64_t kept = recurrence_kept(r);
     for (int64_t i = 0; i < padded(count, 16); i++) out[i] = r->tap_bias && i < count ? r->tap_bias[channel + i] : 0.0f;
     for (int64_t tap = 0; tap < r->kernel; tap++) {
         const int64_t at = position - r->kernel + 1 + tap;
         if (at < 0) continue; /* before the text there are zeros */
-        const float *inputs = block_at(c, l, table[at / c->block_size]) + at % c->block_size * kept + channel;
+        const float *inputs = block_at(c, r, table[at / c->block_size]) + at % c->block_size * kept + channel;
         const float *taps = r->taps + tap * r->channels + channel;
         for (int64_t i = 0; i < count; i++) out[i] += taps[i] * inputs[i];
     }
@@ -89,18 +87,17 @@ typedef struct {
 
 static float softplus(float x) { return x > LINEAR_FROM ? x : log1pf(expf(x)); }
 
-static void prepare(const cache *c, const layer *l, const int32_t *table, int64_t position, int head, moment *m)
+static void prepare(const cache *c, const recurrence *r, const int32_t *table, int64_t position, int head, moment *m)
 {
-    const recurrence *r = l->recurrence;
     const int64_t group = head / (r->heads / r->key_heads), all_keys = (int64_t)r->key_heads * r->key_dim;
-    const float *kept = block_at(c, l, table[position / c->block_size]) + position % c->block_size * recurrence_kept(r);
+    const float *kept = block_at(c, r, table[position / c->block_size]) + position % c->block_size * recurrence_kept(r);
     const float *scalars = kept + r->channels, step = softplus(scalars[head] + r->step_bias[head]);
-    convolve(c, l, table, position, group * r->key_dim, r->key_dim, m->query);
-    convolve(c, l, table, position, all_keys + group * r->key_dim, r->key_dim, m->key);
-    convolve(c, l, table, position, 2 * all_keys + (int64_t)head * r->value_dim, r->value_dim, m->value);
+    convolve(c, r, table, position, group * r->key_dim, r->key_dim, m->query);
+    convolve(c, r, table, position, all_keys + group * r->key_dim, r->key_dim, m->key);
+    convolve(c, r, table, position, 2 * all_keys + (int64_t)head * r->value_dim, r->value_dim, m->value);
     for (int64_t i = padded(r->value_dim, 16); i < values_of(r); i++) m->value[i] = 0;
     m->decay = expf(r->rates[head] * step);
-    m->strength = r->corrects ? 1.0f / (1.0f + expf(-scalars[r->heads + head])) : step;
+    m->strength = r->corrects ? r->strength / (1.0f + expf(-scalars[r->heads + head])) : step;
     if (!r->corrects) return;
     normalise(m->query, keys_of(r), 1.0f / sqrtf((float)r->key_dim));
     normalise(m->key, keys_of(r), 1.0f);
@@ -160,17 +157,16 @@ static void pass(const recurrence *r, const moment *m, float *state, int64_t pan
     }
 }
 
-void recurrence_head(const cache *c, const layer *l, const step *s, int entry, int head, float *scratch, float *out)
+void recurrence_head(const cache *c, const recurrence *r, const step *s, int entry, int head, float *scratch, float *out)
 {
-    const recurrence *r = l->recurrence;
-    const int32_t *table = s->block_tables[l->group] + (int64_t)entry * s->table_width[l->group];
+    const int32_t *table = s->block_tables[r->group] + (int64_t)entry * s->table_width[r->group];
     const int64_t size = c->block_size, kv_len = s->kv_lens[entry], start = s->query_starts[entry];
     const int64_t past = kv_len - (s->query_starts[entry + 1] - start), first = past / size * size;
     const int64_t width = (int64_t)r->heads * r->value_dim, keys = keys_of(r), values = values_of(r);
     const size_t state_bytes = sizeof(float) * (size_t)state_of(r);
     float *state = scratch, *rows = scratch + state_of(r);
     if (first)
-        memcpy(state, state_at(c, l, table[first / size - 1], head), state_bytes);
+        memcpy(state, state_at(c, r, table[first / size - 1], head), state_bytes);
     else
         memset(state, 0, state_bytes);
     for (int64_t position = first, end; position < kv_len; position = end) {
@@ -180,7 +176,7 @@ void recurrence_head(const cache *c, const layer *l, const step *s, int entry, i
         for (int64_t at = position; at < end; at++) {
             float *row = rows + (at - position) * (2 * keys + values);
             run[at - position] = (moment){.query = row, .key = row + keys, .value = row + 2 * keys};
-            prepare(c, l, table, at, head, &run[at - position]);
+            prepare(c, r, table, at, head, &run[at - position]);
         }
         for (int64_t panel = 0; panel < values / PANEL; panel++)
             for (int64_t i = 0; i < end - position; i++)
@@ -188,17 +184,15 @@ void recurrence_head(const cache *c, const layer *l, const step *s, int entry, i
         for (int64_t at = position > past ? position : past; at < end; at++)
             memcpy(out + (start + at - past) * width + (int64_t)r->places[head] * r->value_dim, run[at - position].value,
                    sizeof(float) * (size_t)r->value_dim);
-        if (end == block_end) memcpy(state_at(c, l, table[position / size], head), state, state_bytes);
+        if (end == block_end) memcpy(state_at(c, r, table[position / size], head), state, state_bytes);
     }
 }
 
-void recurrence_gate(const model *m, const recurrence *r, const float *gates, float *out)
+void recurrence_gate(const recurrence *r, const float *gates, float *out)
 {
     const int64_t width = (int64_t)r->heads * r->value_dim, size = width / r->norm_groups;
     if (r->gate_first) multiply_silu(gates, width, out);
-    for (int64_t at = 0; at < width; at += size) {
-        const norm part = {r->gate_norm.weight + at, NULL};
-        norm_row(m, &part, out + at, size, out + at);
-    }
+    for (int64_t at = 0; at < width && r->gate_norm.weight; at += size)
+        norm_rms(r->gate_norm.weight + at, r->gate_eps, size, out + at);
     if (!r->gate_first) multiply_silu(gates, width, out);
 }

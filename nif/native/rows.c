@@ -59,6 +59,12 @@ void norm_row(const model *m, const norm *n, const float *x, int64_t size, float
     norm_part(m, n, norm_look(m, x, size), x, 0, size, out);
 }
 
+void norm_rms(const float *weight, float eps, int64_t size, float *x)
+{
+    const float scale = rms_scale(x, eps, size);
+    for (int64_t i = 0; i < size; i++) x[i] = x[i] * scale * weight[i];
+}
+
 /* A token's embedding out of a table in whatever form. */
 void embed_row(const table *t, int64_t id, float *out)
 {

@@ -264,7 +264,8 @@ class NativeRunner:
 
     def _layer(self, group: int) -> Layer:
         """Return the first layer of a group, whose layers all have one shape."""
-        layer: Layer = self._weights.layers[self.groups[group].layers[0]]
+        layers = self._weights.layers
+        layer: Layer = layers[self.groups[group].layers[0] % len(layers)]
         return layer
 
     def _blocks(self, group: int) -> torch.Tensor:

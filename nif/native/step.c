@@ -94,18 +94,21 @@ static int64_t grain_of(const worker *w, int64_t count)
 /* Floats of a token's row that `out` reads, and of the one that `qkv` gives. */
 static int64_t mixed_width(const model *m, const layer *l)
 {
-    if (l->taps) return m->hidden;
-    if (l->recurrence) return (int64_t)l->recurrence->heads * l->recurrence->value_dim;
-    return (int64_t)m->num_heads * l->value_dim;
+    return l->taps ? m->hidden : (int64_t)m->num_heads * l->value_dim;
 }
 
 static int64_t mixed_pitch(const model *m, const layer *l)
 {
     const int64_t queries = (int64_t)m->num_heads * l->key_dim;
     if (l->taps) return 3 * (int64_t)m->hidden;
-    if (l->recurrence) return recurrence_kept(l->recurrence) + mixed_width(m, l);
+    if (!l->qkv.n) return 0;
     return (m->gated_attention ? 2 : 1) * queries + (l->shares ? 0 : l->num_kv_heads * (l->key_dim + l->value_dim));
 }
+
+/* The same of a recurrence. */
+static int64_t state_width(const recurrence *r) { return (int64_t)r->heads * r->value_dim; }
+
+static int64_t state_pitch(const recurrence *r) { return recurrence_kept(r) + state_width(r); }
 
 /* Phases on rows */
 
@@ -353,25 +356,24 @@ static void convolution_phases(worker *w, const layer *l)
 
 /* Recurrences */
 
-static void recurrence_phases(worker *w, const layer *l)
+static void recurrence_phases(worker *w, const recurrence *r)
 {
     engine *e = w->engine;
     const step *s = e->step;
-    const cache *c = &e->caches[l->group];
-    const recurrence *r = l->recurrence;
-    const int64_t pitch = mixed_pitch(e->model, l), width = mixed_width(e->model, l), count = s->num_tokens;
+    const cache *c = &e->caches[r->group];
+    const int64_t pitch = state_pitch(r), width = state_width(r), count = s->num_tokens;
     float *scratch = e->work.scratch + w->thread * e->work.scratch_size;
     int64_t from, to, heads = (int64_t)s->num_entries * r->heads;
     while (claim(w, count, grain_of(w, count), &from, &to))
-        for (int64_t t = from; t < to; t++) recurrence_write(c, l, s->slots[l->group][t], e->work.qkv + t * pitch);
+        for (int64_t t = from; t < to; t++) recurrence_write(c, r, s->slots[r->group][t], e->work.qkv + t * pitch);
     phase_end(w);
     while (claim(w, heads, grain_of(w, heads), &from, &to))
         for (int64_t unit = from; unit < to; unit++)
-            recurrence_head(c, l, s, (int)(unit / r->heads), (int)(unit % r->heads), scratch, e->work.attended);
+            recurrence_head(c, r, s, (int)(unit / r->heads), (int)(unit % r->heads), scratch, e->work.attended);
     phase_end(w);
     while (claim(w, count, grain_of(w, count), &from, &to))
         for (int64_t t = from; t < to; t++)
-            recurrence_gate(e->model, r, e->work.qkv + t * pitch + pitch - width, e->work.attended + t * width);
+            recurrence_gate(r, e->work.qkv + t * pitch + pitch - width, e->work.attended + t * width);
     phase_end(w);
 }
 
@@ -645,49 +647,82 @@ static void input_phases(worker *w, const layer *l, float *x, const int64_t *ind
     join_phase(w, &l->input_post, l->scale, x, count);
 }
 
+/* Rows that a phase writes: all tokens of the step, or those that go on after the last layer's cache writes. */
+typedef struct {
+    float *x;
+    const int64_t *index; /* which rows of all tokens they are; NULL: all */
+    int64_t count;
+    const lora_rows *adapted;
+} stream;
+
+/* The state's half of a layer's mixing: added to x, or left in `branch` where attention's half follows. */
+static void recur(worker *w, const layer *l, const stream *all, const stream *kept)
+{
+    engine *e = w->engine;
+    const model *m = e->model;
+    const recurrence *r = l->recurrence;
+    prepare_phase(w, &r->inputs, all->count, &(source){all->x, m->hidden, NULL, &l->attention_norm, NULL});
+    linear_phase(w, &r->inputs, all->count, STORE, e->work.qkv, state_pitch(r));
+    recurrence_phases(w, r);
+    const bool attends = l->qkv.n, at_once = !attends && !m->parallel && added_at_once(m, &l->attention_post, 1.0f);
+    if (!kept->count) return;
+    if (!attends && kept->index) keep_phase(w);
+    prepare_phase(w, &r->out, kept->count, &(source){e->work.attended, state_width(r), kept->index, &no_norm, NULL});
+    linear_phase(w, &r->out, kept->count, at_once ? ADD : STORE, at_once ? kept->x : e->work.branch, m->hidden);
+    if (!at_once && !attends && !m->parallel) join_phase(w, &l->attention_post, 1.0f, kept->x, kept->count);
+}
+
+/* Attention or a short convolution; what a state has left in `branch` is added with it. */
+static void attend(worker *w, const layer *l, const stream *all, const stream *kept)
+{
+    engine *e = w->engine;
+    const model *m = e->model;
+    layer_phase(w, l, LORA_QKV, &l->qkv, all->x, m->hidden, NULL, all->count, &l->attention_norm);
+    linear_phase(w, &l->qkv, all->count, STORE, e->work.qkv, mixed_pitch(m, l));
+    if (l->taps) {
+        convolution_phases(w, l);
+    } else {
+        if (m->qk_norm == QK_WHOLE) whole_norm_phase(w, l);
+        rope_and_cache_phase(w, l);
+    }
+    if (!kept->count) return;
+    if (kept->index) keep_phase(w);
+    if (!l->taps) attention_phase(w, l);
+    if (!l->taps && m->gated_attention) gate_phase(w, l);
+    const bool at_once = !m->parallel && !l->recurrence && added_at_once(m, &l->attention_post, 1.0f);
+    const bool adds = at_once || l->recurrence;
+    w->rows = kept->adapted;
+    layer_phase(w, l, LORA_OUT, &l->out, e->work.attended, mixed_width(m, l), kept->index, kept->count, &no_norm);
+    linear_phase(w, &l->out, kept->count, adds ? ADD : STORE, at_once ? kept->x : e->work.branch, m->hidden);
+    if (!at_once && !m->parallel) join_phase(w, &l->attention_post, 1.0f, kept->x, kept->count);
+}
+
 static void run(void *argument, int thread)
 {
     engine *e = argument;
     const model *m = e->model;
     const step *s = e->step;
     workspace *work = &e->work;
-    worker w = {.engine = e, .thread = thread, .rows = s->num_adapters ? &work->lora_tokens : NULL, .place = -1};
-    float *x = work->x;
-    int64_t count = s->num_tokens;
+    const bool adapts = s->num_adapters;
+    const stream all = {work->x, NULL, s->num_tokens, adapts ? &work->lora_tokens : NULL};
+    const stream wanted = {work->kept, s->logit_rows, s->num_logit_rows, adapts ? &work->lora_kept : NULL};
+    worker w = {.engine = e, .thread = thread, .rows = all.adapted, .place = -1};
     embed_phase(&w);
-    if (m->layer_width) inputs_phases(&w, count);
+    if (m->layer_width) inputs_phases(&w, all.count);
     for (int i = 0; i < m->num_layers; i++) {
         const layer *l = &m->layers[i];
-        layer_phase(&w, l, LORA_QKV, &l->qkv, x, m->hidden, NULL, count, &l->attention_norm);
-        linear_phase(&w, &l->qkv, count, STORE, work->qkv, mixed_pitch(m, l));
-        const bool attends = !l->taps && !l->recurrence;
-        if (l->taps) convolution_phases(&w, l);
-        if (l->recurrence) recurrence_phases(&w, l);
-        if (attends) {
-            if (m->qk_norm == QK_WHOLE) whole_norm_phase(&w, l);
-            rope_and_cache_phase(&w, l);
-        }
-        const int64_t *index = NULL;
-        if (i == m->num_layers - 1) { /* behind the last cache write only the wanted rows matter */
-            if (s->num_logit_rows == 0) return;
-            keep_phase(&w);
-            if (w.rows) w.rows = &work->lora_kept;
-            x = work->kept;
-            index = s->logit_rows;
-            count = s->num_logit_rows;
-        }
-        if (attends) attention_phase(&w, l);
-        if (attends && m->gated_attention) gate_phase(&w, l);
-        const bool at_once = !m->parallel && added_at_once(m, &l->attention_post, 1.0f);
-        layer_phase(&w, l, LORA_OUT, &l->out, work->attended, mixed_width(m, l), index, count, &no_norm);
-        linear_phase(&w, &l->out, count, at_once ? ADD : STORE, at_once ? x : work->branch, m->hidden);
-        if (!at_once && !m->parallel) join_phase(&w, &l->attention_post, 1.0f, x, count);
-        mlp_phases(&w, l, x, count);
-        if (m->parallel) join_phase(&w, &l->attention_post, 1.0f, x, count);
-        if (m->layer_width) input_phases(&w, l, x, index, count);
+        const stream *kept = i == m->num_layers - 1 ? &wanted : &all; /* behind the last cache write */
+        if (l->recurrence) recur(&w, l, &all, kept);
+        if (l->qkv.n) attend(&w, l, &all, kept);
+        if (!kept->count) return;
+        w.rows = kept->adapted;
+        if (kept->index && !l->recurrence && !l->qkv.n) keep_phase(&w);
+        if (l->experts || l->down.n) mlp_phases(&w, l, kept->x, kept->count);
+        if (m->parallel) join_phase(&w, &l->attention_post, 1.0f, kept->x, kept->count);
+        if (m->layer_width) input_phases(&w, l, kept->x, kept->index, kept->count);
     }
-    prepare_phase(&w, &m->head, count, &(source){x, m->hidden, NULL, &m->final_norm, NULL});
-    head_phase(&w, &m->head, count);
+    prepare_phase(&w, &m->head, wanted.count, &(source){wanted.x, m->hidden, NULL, &m->final_norm, NULL});
+    head_phase(&w, &m->head, wanted.count);
 }
 
 /* Memory */
@@ -697,9 +732,10 @@ static int64_t largest_k(const model *m)
     int64_t k = m->head.k;
     for (int i = 0; i < m->num_layers; i++) {
         const layer *l = &m->layers[i];
+        const recurrence *r = l->recurrence;
         const linear *all[] = {&l->qkv, &l->out, &l->gate_up, &l->down, &l->input_gate, &l->input_projection,
-                               l->experts ? &l->experts->router : &l->qkv};
-        for (int j = 0; j < 7; j++) k = all[j]->k > k ? all[j]->k : k;
+                               l->experts ? &l->experts->router : &l->qkv, r ? &r->inputs : &l->qkv, r ? &r->out : &l->qkv};
+        for (int j = 0; j < 9; j++) k = all[j]->k > k ? all[j]->k : k;
     }
     return k;
 }
@@ -724,9 +760,10 @@ static int64_t buffer_floats(const model *m, const step *s, int threads, int64_t
     const int64_t T = s->num_tokens, R = s->num_logit_rows, k = largest_k(m);
     int64_t width = 0, pitch = 0;
     for (int i = 0; i < m->num_layers; i++) {
+        const recurrence *r = m->layers[i].recurrence;
         const int64_t own_width = mixed_width(m, &m->layers[i]), own_pitch = mixed_pitch(m, &m->layers[i]);
-        width = own_width > width ? own_width : width;
-        pitch = own_pitch > pitch ? own_pitch : pitch;
+        width = larger(larger(own_width, r ? state_width(r) : 0), width);
+        pitch = larger(larger(own_pitch, r ? state_pitch(r) : 0), pitch);
     }
     const int64_t count = T > R ? T : R; /* a row may be asked for twice */
     const expert_sizes x = experts_sizes(m);
@@ -811,9 +848,11 @@ static void find_families(engine *e)
 {
     const model *m = e->model;
     const int64_t entries = e->step->num_entries, threads = pool_size(e->pool);
-    const layer *first[MAX_GROUPS] = {NULL}; /* of each group, whose layers are alike */
-    for (int i = m->num_layers - 1; i >= 0; i--) first[m->layers[i].group] = &m->layers[i];
+    const layer *first[MAX_GROUPS] = {NULL}; /* of each group, whose layers are alike; NULL of states */
+    for (int i = m->num_layers - 1; i >= 0; i--)
+        if (m->layers[i].qkv.n) first[m->layers[i].group] = &m->layers[i];
     for (int g = 0; g < m->num_groups; g++) {
+        if (!first[g]) continue; /* states meet nobody's keys */
         const int64_t heads = first[g]->num_kv_heads, rows = heads ? MAX_ROWS / (m->num_heads / heads) : 1;
         const int64_t share = threads == 1 ? entries : entries * heads / (UNITS_PER_THREAD * threads);
         const int64_t most = smaller(smaller(rows, MAX_FAMILY), share);

@@ -7,7 +7,7 @@ import torch
 
 from genbatch.nif.runners.attention import AttentionStep
 
-_MODULES = ("Lfm2ShortConv",)
+_MODULES = ("Lfm2ShortConv", "Lfm2MoeShortConv")
 
 
 def page_convolutions(hf: torch.nn.Module) -> None:

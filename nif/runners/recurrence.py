@@ -5,18 +5,26 @@ its end. A token is computed from the previous block's state and from the inputs
 operation on blocks (sharing, copying, truncating, saving, prefix hits) works for states, too.
 """
 
+import inspect
+import math
 from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
+from transformers.modeling_outputs import CausalLMOutput
 
 from genbatch.nif.runners.attention import AttentionStep
 
 RECURRENT = frozenset(
     {
         "BambaForCausalLM",
+        "FalconH1ForCausalLM",
         "GraniteMoeHybridForCausalLM",
+        "KimiLinearForCausalLM",
+        "Mamba2ForCausalLM",
+        "NemotronHForCausalLM",
+        "OlmoHybridForCausalLM",
         "Qwen3NextForCausalLM",
         "Qwen3_5ForCausalLM",
         "Qwen3_5MoeForCausalLM",
@@ -26,22 +34,54 @@ RECURRENT = frozenset(
 
 _MODULES = (
     "BambaMixer",
+    "FalconH1Mixer",
     "GraniteMoeHybridMambaLayer",
+    "KimiLinearDeltaAttention",
+    "Mamba2Mixer",
+    "NemotronHMamba2Mixer",
+    "OlmoHybridGatedDeltaNet",
     "Qwen3NextGatedDeltaNet",
     "Qwen3_5GatedDeltaNet",
     "Qwen3_5MoeGatedDeltaNet",
 )
 
 
-def page_recurrences(hf: torch.nn.Module) -> None:
+_BESIDE_ATTENTION = ("FalconH1Mixer",)
+"""Modules of layers that also attend: their states come after all layers, see `layer_groups`."""
+
+
+def page_recurrences(hf: Any) -> None:
     """Make a module's recurrent layers read the pool. A forward without a step runs the original code."""
     for module in hf.modules():
-        if type(module).__name__ in _MODULES:
-            module.forward = partial(_recur, module, Recurrence(module.forward))
+        kind = type(module).__name__
+        if kind in _MODULES:
+            after = hf.config.num_hidden_layers if kind in _BESIDE_ATTENTION else 0
+            module.forward = partial(_recur, after + module.layer_idx, Recurrence(module.forward))
+        if kind == "NemotronHMamba2Mixer":
+            # transformers bounds the steps of a prompt from below, and those of a decode not (ADR 78).
+            module.time_step_limit = (0.0, math.inf)
+    if type(hf).__name__ == "Mamba2ForCausalLM":
+        hf.forward = partial(_pass_step, hf, hf.forward)
+
+
+def _pass_step(
+    hf: Any,
+    own: Any,
+    input_ids: torch.Tensor | None = None,
+    logits_to_keep: int | torch.Tensor = 0,
+    genbatch_step: AttentionStep | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Run Mamba2ForCausalLM, which passes no keyword arguments on to its layers."""
+    if genbatch_step is None:
+        return own(input_ids=input_ids, logits_to_keep=logits_to_keep, **kwargs)
+    states = hf.backbone(input_ids, use_cache=False, genbatch_step=genbatch_step).last_hidden_state
+    kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+    return CausalLMOutput(logits=hf.lm_head(states[:, kept]).float())
 
 
 def _recur(
-    module: Any,
+    layer: int,
     recurrence: "Recurrence",
     hidden_states: torch.Tensor,  # [1, T, hidden]
     genbatch_step: AttentionStep | None = None,
@@ -50,7 +90,7 @@ def _recur(
     if genbatch_step is None:
         own: torch.Tensor = recurrence.forward(hidden_states, **kwargs)
         return own
-    return genbatch_step.recur(module.layer_idx, hidden_states[0], recurrence)[None]
+    return genbatch_step.recur(layer, hidden_states[0], recurrence)[None]
 
 
 class Recurrence:
@@ -62,6 +102,8 @@ class Recurrence:
 
     def __init__(self, forward: Any) -> None:
         self.forward = forward
+        # The argument's name in transformers from 5.24 on, and before.
+        self._cache = "cache" if "cache" in inspect.signature(forward).parameters else "cache_params"
         self._shapes: list[tuple[torch.Size, torch.dtype]] = []  # of a state's tensors
 
     def __call__(self, inputs: torch.Tensor, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,7 +117,7 @@ class Recurrence:
             The outputs [n, hidden] and the state after them.
         """
         cache = _State(None if state is None else self._unpacked(state))
-        output = self.forward(inputs[None], cache_params=cache)[0]
+        output = self.forward(inputs[None], **{self._cache: cache})[0]
         tensors = [cache.inputs, cache.matrix]
         self._shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
         return output, torch.cat([tensor.flatten().float() for tensor in tensors])

@@ -137,7 +137,7 @@ class TorchRunner:
         for group, count in zip(self.groups, num_blocks, strict=True):
             blocks_of_layer.update(dict.fromkeys(group.layers, count))
         for layer, shape in enumerate(self._model.layers):
-            rows = (blocks_of_layer[layer], shape.num_kv_heads, block_size)
+            rows = (blocks_of_layer.get(layer, 0), shape.num_kv_heads, block_size)
             keys, values = (
                 torch.zeros((*rows, dim), dtype=self._model.dtype, device=self.device)
                 for dim in (shape.key_dim, shape.value_dim)

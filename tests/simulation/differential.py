@@ -1,4 +1,4 @@
-"""Random options and requests over small models of eleven families, each request compared with itself alone.
+"""Random options and requests over small models of 24 families, each request compared with itself alone.
 
 python -m tests.simulation.differential --minutes 30
 python -m tests.simulation.differential --family gemma3 --first 4711 --seeds 1
@@ -28,11 +28,15 @@ from tests.nif.native.models import build_native_model
 from tests.nif.tiny_models import build_model, build_tokenizer
 from tests.simulation.crowd import Crowd
 
-FAMILIES = ("llama", "mistral", "gemma3", "qwen3", "gpt_neox", "qwen3_5", "granite_hybrid")
+FAMILIES = (
+    *("llama", "mistral", "gemma3", "qwen3", "gpt_neox", "qwen3_5", "granite_hybrid"),
+    *("falcon_h1", "mamba2", "nemotron_h", "lfm2_moe", "olmo_hybrid", "kimi_linear"),
+)
 # Those that the C kernels run: the others' heads are too small for them.
 NATIVE = (
     *("native-llama_odd", "native-gemma3", "native-qwen3_moe"),
     *("native-lfm2", "native-qwen3_5", "native-granite_hybrid"),
+    *("native-falcon_h1", "native-mamba2", "native-nemotron_h", "native-lfm2_moe", "native-olmo_hybrid"),
 )
 # The simulated model over all kinds of layer groups: a thousand times as many worlds in the same time.
 SIMULATED = "history"

@@ -10,6 +10,13 @@ from genbatch.nif.models.architectures import max_position
 from genbatch.nif.models.encoders import encoder_positions
 
 
+def test_a_model_of_states_alone_needs_no_length() -> None:
+    config: Any = SimpleNamespace(num_hidden_layers=2, layer_types=["linear_attention"] * 2, conv_kernel=4)
+    assert max_position("m", config) == 1 << 20
+    with pytest.raises(ModelError, match="max_position_embeddings"):
+        max_position("m", SimpleNamespace(layer_types=["linear_attention", "full_attention"]))
+
+
 @pytest.mark.parametrize("limit", [None, 0, -1, "many", 2.5])
 def test_a_configuration_without_a_length_is_refused(limit: Any) -> None:
     with pytest.raises(ModelError, match="max_position_embeddings"):

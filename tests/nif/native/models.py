@@ -19,6 +19,8 @@ from transformers import (
     Ernie4_5ForCausalLM,
     Exaone4Config,
     Exaone4ForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -51,8 +53,12 @@ from transformers import (
     HeliumForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
+    Lfm2MoeConfig,
+    Lfm2MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
     Ministral3Config,
     Ministral3ForCausalLM,
     MinistralConfig,
@@ -63,12 +69,16 @@ from transformers import (
     MixtralForCausalLM,
     NemotronConfig,
     NemotronForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Olmo3Config,
     Olmo3ForCausalLM,
     OlmoeConfig,
     OlmoeForCausalLM,
+    OlmoHybridConfig,
+    OlmoHybridForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     Qwen2Config,
@@ -151,6 +161,38 @@ _GRANITE: dict[str, Any] = {
     "residual_multiplier": 0.75,
     "attention_multiplier": 0.25,
     "logits_scaling": 1.5,
+}
+_FACTORS: dict[str, Any] = {
+    "lm_head_multiplier": 0.25,
+    "embedding_multiplier": 3.0,
+    "mlp_multipliers": [0.7, 1.3],
+    "key_multiplier": 0.6,
+    "attention_out_multiplier": 0.8,
+    "attention_in_multiplier": 1.25,
+    "ssm_multipliers": [0.9, 1.1, 0.7, 1.3, 0.8],
+    "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.75,
+}
+_NEMOTRON_H: dict[str, Any] = {
+    **{key: value for key, value in _SHARED.items() if key != "num_hidden_layers"},
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 24,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "chunk_size": 8,
+    "time_step_min": 1e-30,  # transformers bounds the steps of prompts by it, and those of decodes not
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 64,
+    "routed_scaling_factor": 1.5,
+    "n_group": 3,
+    "topk_group": 2,
 }
 
 
@@ -434,6 +476,93 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
             shared_intermediate_size=80,
         ),
     ),
+    # Attention beside Mamba 2; every factor differs from 1, and every linear that may have a bias has one.
+    "falcon_h1": (
+        FalconH1ForCausalLM,
+        lambda: FalconH1Config(
+            **_sizes(64, 96, 4, 2, 16),
+            **_mambas(8, 2, 16),
+            mamba_d_ssm=128,
+            mamba_rms_norm=True,
+            mamba_norm_before_gate=False,
+            mamba_proj_bias=True,
+            projectors_bias=True,
+            attention_bias=True,
+            mlp_bias=True,
+            **_FACTORS,
+        ),
+    ),
+    "falcon_h1_gate_last": (
+        FalconH1ForCausalLM,
+        lambda: FalconH1Config(
+            **_sizes(64, 96, 4, 2, 16), **_mambas(4, 1, 18), mamba_d_ssm=128, mamba_rms_norm=True, **_FACTORS
+        ),
+    ),
+    "falcon_h1_plain": (
+        FalconH1ForCausalLM,
+        lambda: FalconH1Config(
+            **_sizes(64, 96, 4, 2, 16), **_mambas(4, 1, 18), mamba_d_ssm=128, mamba_rms_norm=False, **_FACTORS
+        ),
+    ),
+    # No layer attends, and none has an MLP.
+    "mamba2": (
+        Mamba2ForCausalLM,
+        lambda: Mamba2Config(
+            **{key: value for key, value in _SHARED.items() if key != "max_position_embeddings"},
+            hidden_size=64,
+            num_heads=8,
+            head_dim=16,
+            n_groups=2,
+            state_size=16,
+            chunk_size=8,
+            use_bias=True,
+            tie_word_embeddings=True,
+        ),
+    ),
+    # A layer is one thing; two of a kind in a row, and an MLP at the end.
+    "nemotron_h": (
+        NemotronHForCausalLM,
+        lambda: NemotronHConfig(
+            **_NEMOTRON_H,
+            layers_block_type=["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "mlp"],
+            use_bias=True,
+            attention_bias=True,
+            mlp_bias=True,
+        ),
+    ),
+    "nemotron_h_attends_last": (
+        NemotronHForCausalLM,
+        lambda: NemotronHConfig(
+            **_NEMOTRON_H, layers_block_type=["mlp", "linear_attention", "linear_attention", "full_attention"]
+        ),
+    ),
+    "lfm2_moe": (
+        Lfm2MoeForCausalLM,
+        lambda: Lfm2MoeConfig(
+            **{key: value for key, value in _sizes(64, 96, 4, 2, 16).items() if key != "head_dim"},
+            layer_types=["conv", "full_attention", "conv"],
+            conv_bias=True,
+            num_dense_layers=1,
+            num_experts=5,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            routed_scaling_factor=1.5,
+        ),
+    ),
+    "olmo_hybrid": (
+        OlmoHybridForCausalLM,
+        lambda: OlmoHybridConfig(
+            **_unsized(_sizes(64, 96, 4, 2, 16)),
+            **_deltas(18, 40, 4),
+            rope_parameters={"rope_type": "default", "rope_theta": None},
+        ),
+    ),
+    "olmo_hybrid_rope": (
+        OlmoHybridForCausalLM,
+        lambda: OlmoHybridConfig(
+            **_unsized(_sizes(64, 96, 4, 2, 16)), **_deltas(16, 32, 3), linear_allow_neg_eigval=False
+        ),
+    ),
     "qwen2_moe": (
         Qwen2MoeForCausalLM,
         lambda: Qwen2MoeConfig(
@@ -557,13 +686,13 @@ def random_model(name: str, **changes: Any) -> Any:
             parameter.uniform_(-3.0, 0.5)  # a state that lasts for some tokens
         elif key.endswith(("router.scale", "per_expert_scale")):
             parameter.uniform_(0.5, 1.5)
-        elif key.endswith("mamba.D"):
+        elif key.endswith(("mamba.D", "mixer.D")):
             parameter.normal_()
         elif "norm" in key:
             low = -0.5 if name in _WEIGHTS_BEYOND_ONE and "linear_attn" not in key else 0.5
             parameter.uniform_(low, low + 1.0)
     for key, buffer in model.named_buffers():
-        if key.endswith("e_score_correction_bias"):
+        if key.endswith(("e_score_correction_bias", "expert_bias")):
             buffer.normal_(std=0.2)
         elif key.endswith("layer_scalar"):
             buffer.uniform_(0.5, 1.5)

@@ -24,6 +24,8 @@ NAMES = [
     "seed_oss", "cwm", "helium", "arcee", "exaone4", "cohere2", "qwen3_5", "qwen3_5_moe", "qwen3_next",
     "bamba", "granite_hybrid", "granite_hybrid_dense", "gemma4", "gemma4_unified", "gemma4_experts",
     "granite_moe", "granite_moe_shared",
+    "falcon_h1", "falcon_h1_gate_last", "falcon_h1_plain",
+    "mamba2", "nemotron_h", "nemotron_h_attends_last", "lfm2_moe", "olmo_hybrid", "olmo_hybrid_rope",
 ]  # fmt: skip
 MODES = ("float32", "bfloat16", "int8")
 # Median error of a row of logits: a near tie between two experts may send one row another way.
@@ -189,6 +191,11 @@ FROM_FILES = [
     "qwen3_next",
     "granite_hybrid",
     "granite_moe_shared",
+    "falcon_h1",
+    "mamba2",
+    "nemotron_h",
+    "lfm2_moe",
+    "olmo_hybrid",
 ]
 
 

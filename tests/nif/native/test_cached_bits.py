@@ -16,8 +16,11 @@ from genbatch.nif.native.runner import native_runner
 BLOCK = 8
 CHUNKS = (1, 3, 13, 40)
 TENANTS = (b"one", b"other")
-MODELS = ("llama", "mistral", "gemma3", "gpt_oss", "lfm2", "qwen3_5", "granite_hybrid")
-"""Full attention, windows, both, short convolutions, and states."""
+MODELS = (
+    *("llama", "mistral", "gemma3", "gpt_oss", "lfm2", "qwen3_5", "granite_hybrid"),
+    *("falcon_h1", "mamba2", "nemotron_h"),
+)
+"""Full attention, windows, both, short convolutions, and states, also beside attention, alone and between MLPs."""
 
 _turns = st.lists(
     st.tuples(

@@ -12,7 +12,10 @@ from genbatch.nif.models.architectures import ARCHITECTURES
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.native.runner import native_runner
 
-NAMES = ("qwen3_5", "qwen3_next", "bamba", "granite_hybrid")
+NAMES = (
+    *("qwen3_5", "qwen3_next", "bamba", "granite_hybrid"),
+    *("falcon_h1", "mamba2", "nemotron_h", "olmo_hybrid"),
+)
 BLOCK = 8
 NEW = 12
 

@@ -12,7 +12,10 @@ from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runner import LayerGroup
 from genbatch.nif.runners.torch_runner import TorchRunner
 
-FAMILIES = ("qwen3_5", "qwen3_next", "bamba", "granite_hybrid")
+FAMILIES = (
+    *("qwen3_5", "qwen3_next", "bamba", "granite_hybrid"),
+    *("falcon_h1", "mamba2", "nemotron_h", "olmo_hybrid", "kimi_linear"),
+)
 BLOCK = 8
 NEW = 12
 END = 2
