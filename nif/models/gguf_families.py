@@ -500,8 +500,11 @@ FAMILIES = {
     ),
     "granitehybrid": GgufFamily(
         {
-            **_EXPERT_NAMES,
+            **_LAYER_NAMES,
             "ffn_gate_inp": "block_sparse_moe.router",
+            "ffn_gate_exps": "block_sparse_moe.experts.gate_proj",
+            "ffn_up_exps": "block_sparse_moe.experts.up_proj",
+            "ffn_down_exps": "block_sparse_moe.experts.down_proj",
             "ffn_down": "shared_mlp.output_linear",
             "ffn_down_shexp": "shared_mlp.output_linear",
             **_mamba_names("mamba"),
