@@ -53,7 +53,7 @@ from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.model_source import ModelSource, no_progress, quiet_transformers, resolve_model
 from genbatch.nif.models.quantised_checkpoint import QuantisedWeights, quantisation_of
 from genbatch.nif.models.self_check import check_paged_path, probe_layers
-from genbatch.nif.models.weight_source import JoinedWeights, SafetensorsWeights, TextWeights, WeightSource
+from genbatch.nif.models.weight_source import SafetensorsWeights, TextWeights, WeightSource, joined
 from genbatch.nif.pooling import CLS, LAST, RANK, Pooling, directory_pooling, gguf_pooling, plain_pooling
 from genbatch.nif.runner import LayerShape
 from genbatch.nif.runners.attention import ATTENTION_NAME, register_attention
@@ -303,9 +303,7 @@ class _Directory:
         files = SafetensorsWeights(self._source, self.directory)
         quantised = self.quantisation
         whole = files if quantised is None else QuantisedWeights(self._source, files, quantised)
-        if any(name.endswith(JoinedWeights.PARTS[0]) for name in whole.names()):
-            return JoinedWeights(whole)
-        return TextWeights(whole) if self.is_part else whole
+        return TextWeights(whole) if self.is_part else joined(whole)
 
     def end_tokens(self, tokenizer: Tokenizer, vocab_size: int) -> frozenset[int]:
         """Return the ids in generation_config.json or else config.json, and the tokenizer's own."""

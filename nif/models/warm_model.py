@@ -31,7 +31,7 @@ from genbatch.nif.models.architectures import ARCHITECTURES, layer_groups, layer
 from genbatch.nif.models.gguf_file import GgufFile, GgufWeights
 from genbatch.nif.models.loaded_model import LazyModule, Model, ModuleShape, module_shape
 from genbatch.nif.models.model_source import ModelSource, cache_directory, quiet_transformers
-from genbatch.nif.models.weight_source import SafetensorsWeights, WeightSource
+from genbatch.nif.models.weight_source import JoinedWeights, SafetensorsWeights, WeightSource, joined
 from genbatch.nif.text.tokenizer import Tokenizer
 from genbatch.nif.trusted_files import NotOurs, is_ours, private_folder
 
@@ -149,7 +149,8 @@ def kept_model(
 def keep_model(found: ModelSource, model: Model) -> None:
     """Write the description of a model from `describe_model`; logs the reason if it cannot be written."""
     path = _place(found)
-    if path is None or type(model.weights) not in (GgufWeights, SafetensorsWeights):
+    weights = model.weights.files if isinstance(model.weights, JoinedWeights) else model.weights
+    if path is None or type(weights) not in (GgufWeights, SafetensorsWeights):
         return
     try:
         with quiet_transformers():  # some of a configuration's attributes are deprecated
@@ -174,7 +175,7 @@ def _module(describe: Callable[[], Model | None]) -> Any:
 def _weights(source: str, path: Path, config: Any) -> WeightSource:
     if path.is_file():
         return GgufWeights(GgufFile(source, path), config)
-    return SafetensorsWeights(source, path)
+    return joined(SafetensorsWeights(source, path))
 
 
 def _described(model: Model) -> dict[str, Any] | None:
@@ -218,12 +219,9 @@ def _facts_to_keep(model: Model, shape: ModuleShape) -> dict[str, Any]:
 def _facts(kind: str, name: str, config: Any) -> list[Any]:
     """Return everything that a native runner derives from a configuration."""
     fields = json.dumps(config.to_dict(), sort_keys=True, default=str)
-    sizes = [getattr(config, size, None) for size in ("hidden_size", "num_hidden_layers", "vocab_size", "head_dim")]
-    sizes += [
-        config.num_attention_heads,
-        getattr(config, "intermediate_size", None),
-        getattr(config, "num_key_value_heads", None),
-    ]
+    heads = ("head_dim", "num_attention_heads", "num_key_value_heads")
+    names = ("hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size", *heads)
+    sizes = [getattr(config, size, None) for size in names]
     ropes = [getattr(config, part, None) for part in ("rope_parameters", "layer_types", "tie_word_embeddings")]
     shapes = layer_groups(name, config), layer_shapes(config), max_position(name, config)
     return [fields, sizes, ropes, shapes, ARCHITECTURES[kind](config)]
@@ -233,7 +231,7 @@ def _frequencies(config: Any) -> list[tuple[str | None, list[float], float]]:
     """Those of `KeptConfig`, by transformers' own functions."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    found, parameters = [], config.rope_parameters
+    found, parameters = [], getattr(config, "rope_parameters", None) or {}
     for kind, rope in [(None, parameters)] if "rope_type" in parameters else parameters.items():
         if rope["rope_type"] != "default":
             values, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"), layer_type=kind)

@@ -338,7 +338,7 @@ class JoinedWeights:
     WHOLE = "conv1d.weight"
 
     def __init__(self, files: WeightSource) -> None:
-        self._files = files
+        self.files = files
         names = files.names()
         starts = [name.removesuffix(self.PARTS[0]) for name in names if name.endswith(f".{self.PARTS[0]}")]
         self._joined = {start + self.WHOLE: [start + part for part in self.PARTS] for start in starts}
@@ -352,21 +352,26 @@ class JoinedWeights:
     def tensor(self, name: str) -> StoredTensor:
         """As in `WeightSource`."""
         if name not in self._joined:
-            return self._files.tensor(name)
-        parts = [self._files.tensor(part) for part in self._joined[name]]
+            return self.files.tensor(name)
+        parts = [self.files.tensor(part) for part in self._joined[name]]
         rows = np.concatenate([part.rows for part in parts])
         return StoredTensor(name, parts[0].kind, self.shape(name), rows)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """As in `WeightSource`."""
         if name not in self._joined:
-            return self._files.shape(name)
-        shapes = [self._files.shape(part) for part in self._joined[name]]
+            return self.files.shape(name)
+        shapes = [self.files.shape(part) for part in self._joined[name]]
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     def release(self) -> None:
         """As in `WeightSource`."""
-        self._files.release()
+        self.files.release()
+
+
+def joined(files: WeightSource) -> WeightSource:
+    """Return the checkpoint, as JoinedWeights if it has a convolution's channels in parts."""
+    return JoinedWeights(files) if any(name.endswith(JoinedWeights.PARTS[0]) for name in files.names()) else files
 
 
 class ModuleWeights:

@@ -37,7 +37,7 @@ ORDER = (
     SENT,
     "connection accepted",
     "request read",
-    "request checked, in the gateway's mailbox",
+    "request at the link",
     "request at the engine",
     "request in the Batcher's mailbox",
     "prompt rendered and tokenized",

@@ -199,7 +199,9 @@ with open_batcher(sys.argv[1]) as batcher:
 
 @pytest.mark.parametrize("program", INTERRUPTED)
 def test_an_interrupt_ends_a_program_and_its_threads(program: str, tiny_model_dir: ModelDir) -> None:
-    source = "import asyncio, sys\nfrom genbatch import open_batcher\n" + INTERRUPTED[program]
+    # A shell's background jobs ignore interrupts, and children inherit that.
+    heeds = "import asyncio, signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    source = heeds + "from genbatch import open_batcher\n" + INTERRUPTED[program]
     command = [sys.executable, "-c", source, str(tiny_model_dir("llama"))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         try:

@@ -61,7 +61,7 @@ async def test_streams_that_give_way_answer_as_they_do_alone(
     assert pauses >= 2 and (swaps > 0) == (space > 0)
     for number, expected in enumerate(alone):
         found = results[number]
-        assert (found.token_ids, found.text, found.choices) == (expected.token_ids, expected.text, expected.choices)
+        assert (found.token_ids, found.text, found.several) == (expected.token_ids, expected.text, expected.several)
         for mine, theirs in ((found.logprobs, expected.logprobs), (found.prompt_logprobs, expected.prompt_logprobs)):
             assert [one and one.token_id for one in mine or ()] == [one and one.token_id for one in theirs or ()]
 

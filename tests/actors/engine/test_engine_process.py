@@ -125,7 +125,8 @@ async def test_it_is_ready_with_its_models_and_stats_and_ends_when_the_parent_sa
     parent = Parent()
     async with trio.open_nursery() as nursery:
         await started(nursery, parent)
-        assert parent.heard == [EngineReady(NONE, {"steps": 3})] and sides.kept == 1
+        [ready] = parent.heard
+        assert ready == EngineReady(NONE, {"steps": 3}, ready.num_bytes) and ready.num_bytes > 0 and sides.kept == 1
         await parent.say.send(StopNow())
 
 

@@ -126,6 +126,7 @@ def test_every_option_of_serve_reaches_the_service(monkeypatch: pytest.MonkeyPat
         max_pauses=5,
         async_batching=False,
         prompt_lookup=True,
+        strip_billing_header=False,
         cpu_offload_space=1.5,
         system_prompts=("Be brief.", "Be kind."),
         max_held_prompts=6,
@@ -234,7 +235,15 @@ def test_every_option_of_serve_reaches_the_service(monkeypatch: pytest.MonkeyPat
     given = [f"--{name}={value}" for name, value in flags.items()]
     given += ["--use-cuda-graph", "--cap-per-sequence", "--no-block-sharing", "--no-chunked-context", "--no-fair-share"]
     given += ["--http-insecure", "--http-strict", "--lora=one=some/dir", "--lora=two=other"]
-    given += ["--no-async-batching", "--prompt-lookup", "--otel", "--batch-invariant", "--spare-engine", "--take-over"]
+    given += [
+        "--no-async-batching",
+        "--no-strip-billing-header",
+        "--prompt-lookup",
+        "--otel",
+        "--batch-invariant",
+        "--spare-engine",
+        "--take-over",
+    ]
     given += ["--system-prompt=Be brief.", "--system-prompt=Be kind.", "--limit=max_n=2", "--limit=max_deadline_s=9"]
     opened = recorded_service(monkeypatch)
     result = run("serve", "some", *given)
