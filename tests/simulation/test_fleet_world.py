@@ -180,6 +180,7 @@ def test_polite_clients_get_their_share_beside_a_greedy_one(model: Model, router
 
     world.simulate(story)
     polite = [served[f"polite {number}"] for number in range(5)]
-    assert refused["greedy"] and refused.total() == refused["greedy"], refused
+    # Two gateways do not see each other's newest requests, so a polite client may meet a full queue now and then.
+    assert refused["greedy"] and refused["greedy"] >= (0.98 if num_gateways > 1 else 1.0) * refused.total(), refused
     # A polite client has one request at a time, so that its slot is another's between two of them.
     assert min(polite) >= served.total() / 6 / 2, served
