@@ -174,7 +174,11 @@ def test_ollamas_answers_have_log_probs(path: str, client: httpx2.Client) -> Non
     assert len(whole["logprobs"]) == 4
     assert all(len(entry["top_logprobs"]) == 2 and entry["logprob"] <= 0 for entry in whole["logprobs"])
     lines = [json.loads(line) for line in client.post(path, json=body).text.splitlines()]
-    assert [entry for line in lines for entry in line.get("logprobs", ())] == whole["logprobs"]
+    streamed = [entry for line in lines for entry in line.get("logprobs", ())]
+    assert [entry["token"] for entry in streamed] == [entry["token"] for entry in whole["logprobs"]]
+    # In torch the last bits depend on how much of the prompt is cached.
+    logprobs = [entry["logprob"] for entry in whole["logprobs"]]
+    assert [entry["logprob"] for entry in streamed] == pytest.approx(logprobs, abs=1e-4)
     assert "logprobs" not in asked(client, path, **(body | {"logprobs": None}), stream=False)
 
 
