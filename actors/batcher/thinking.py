@@ -1,4 +1,4 @@
-"""Thinking: how much a model thinks before it answers, in the notation of its chat template.
+"""Thinking: limits how much a model thinks before it answers, by the marks of its chat template.
 
 effort, budget ──> variables of the template, where it reads them
               └──> a constraint that ends the thinking at the template's own mark, so that the answer follows

@@ -305,7 +305,7 @@ class SwitchEngine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
 
 
 class EngineStopped(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="engine_stopped"):
-    """The engine of a model that is loaded on demand has ended; `reason` is "" for one that was no longer wanted."""
+    """The engine of a model on demand has ended; `reason` is "" if the keeper ended it."""
 
     engine: int
     reason: str

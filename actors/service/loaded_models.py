@@ -1,4 +1,4 @@
-"""LoadedModels: which of a service's models are loaded, which one is loaded next, and which ones go for it.
+"""LoadedModels: decides which of a service's models to load next, and which ones to unload for it.
 
     models = LoadedModels([OnDemandModel("a", ...), OnDemandModel("b", ...)], budget=8 * 2**30, max_waiting=40)
     ticket = models.enter("a", 1, now)          # a request; admitted now, or by a later plan

@@ -201,7 +201,7 @@ def agents_trace(options: TraceOptions) -> Trace:
 
 
 def batch_trace(options: TraceOptions) -> Trace:
-    """Generate a batch whose prompts all arrive at the start: equal instructions, a document, a short answer."""
+    """Generate a batch; all prompts arrive at the start, with equal instructions, a document and a short answer."""
     draw = random.Random(f"batch {options.seed}")
     lengths = _Lengths(draw, options.scale)
     instructions = lengths.scaled(512)

@@ -165,7 +165,7 @@ class DraftModel:
         return [i for i in drawn if lengths[i] > 1]
 
     def _draw(self, batch: Mapping[int, Entry], sequences: Sequence[Drafted], drafts: Sequence[list[int]]) -> list[int]:
-        """Run a forward and append each draw to its draft; return whose draw gave a token."""
+        """Run a forward and append each draw to its draft; return the indices of the sequences that got a token."""
         samplers = [SamplerState(replace(sequences[i].params, logprobs=None), ()) for i in batch]
         _, draws = self._ctx.step(list(batch.values()), samplers, with_logits=False)
         drawn = []

@@ -359,7 +359,7 @@ def kv_sources(config: Any) -> dict[int, int]:
 
 
 def qkv_names(names: Sequence[str], tensors: Collection[str]) -> Sequence[str]:
-    """Return the linears of queries, keys and values of a layer whose module has these tensors.
+    """Return a layer's linears of queries, keys and values, by the tensors of its module.
 
     A layer without keys has queries alone: it reads what another layer wrote. Keys without values are values, too.
     """

@@ -1,4 +1,4 @@
-"""Describes the families whose layers all attend and have one MLP each: from Llama by what each family changes."""
+"""Describes the dense families: each layer has attention and one MLP. Each family is Llama with changes."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 GROUPS = (LayerGroup((0,)),)
-"""One group of one layer, whose blocks hold a text's token ids; see EncoderRunner."""
+"""Return one group of one layer. Its blocks hold a text's token ids; see EncoderRunner."""
 
 LAYERS = (LayerShape(1, 1, 1),)
 

@@ -1,4 +1,4 @@
-"""Describes the families whose layers have a mixture of experts in the place of the MLP."""
+"""Describes the families with a mixture of experts in place of the MLP."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Describes the families some of whose layers keep a state or convolve and do not attend."""
+"""Describes the hybrid families: some layers keep a state or convolve in place of attention."""
 
 import math
 from collections.abc import Callable, Sequence

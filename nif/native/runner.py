@@ -263,7 +263,7 @@ class NativeRunner:
         return int(_padded(block_size, _KEY_LANES) * (self._layer(group).key_dim * self._kv_dtype.itemsize + factors))
 
     def _layer(self, group: int) -> Layer:
-        """Return the first layer of a group, whose layers all have one shape."""
+        """Return the first layer of a group; all its layers have the same shape."""
         layers = self._weights.layers
         layer: Layer = layers[self.groups[group].layers[0] % len(layers)]
         return layer

@@ -6,7 +6,7 @@ Each round has requests of every kind at once, as streams and as whole answers, 
 four APIs over HTTP, and a program with `engine="process"` in turns. At a random moment the engine gets SIGKILL. Every
 answer must be the one that the same request had before the first kill, token by token. Nothing may end with an error.
 
-With `--gateway` it is the gateway that is killed, and the doors are those whose clients continue by themselves.
+`--gateway` kills the gateway instead, and tries only the clients that continue by themselves.
 """
 
 import argparse

@@ -95,7 +95,7 @@ class Load:
 
 
 def finished_of(service: RunningService) -> int:
-    """The number of requests whose end a service has logged."""
+    """Return the number of ended requests in a service's log."""
     return service.log.count(" request.finished ")
 
 

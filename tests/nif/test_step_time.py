@@ -101,7 +101,7 @@ def test_a_cost_that_changes_by_itself_is_learned_again() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_first_step_that_took_far_too_long_is_outlived_within_some_dozen_steps(seed: int) -> None:
-    """The service still starts beside it. What it was over for is then taken off the costs of tokens."""
+    """The first step runs while the service still starts. Its excess must not lower the costs of tokens."""
     machine, rng = Machine(seed), random.Random(seed)
     machine.model = StepTimeModel()
     machine.model.took(StepWork(decodes=1, keys=1), 8 * MACHINE.seconds(StepWork(decodes=1, keys=1)))

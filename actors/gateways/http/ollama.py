@@ -38,7 +38,7 @@ from genbatch.actors.gateways.http.http_request import (
 from genbatch.actors.gateways.http.openai_answer import chat_logprobs, token_logprob
 from genbatch.actors.gateways.http.openai_request import TOOL_FIELDS, is_run_by_client
 from genbatch.actors.gateways.http.service_calls import HTTPCaller, HTTPCalls, OpenCalls, TokenTexts
-from genbatch.actors.gateways.http.thinking import EFFORTS, ThinkingParams
+from genbatch.actors.gateways.http.thinking import EFFORT_NAMES, ThinkingParams
 from genbatch.proto.errors import GenbatchError, InvalidRequest
 from genbatch.proto.messages import ModelCard, Result, Token, TokenLogprob
 
@@ -247,8 +247,8 @@ def _drawing(fields: OllamaFields) -> dict[str, Any]:
 def _thinking(fields: OllamaFields, reader: Fields) -> ThinkingParams:
     thinking = ThinkingParams(reader)
     if isinstance(fields.think, str):
-        if fields.think not in EFFORTS:
-            raise InvalidRequest("think", f"must be true, false, or one of {', '.join(EFFORTS)}")
+        if fields.think not in EFFORT_NAMES:
+            raise InvalidRequest("think", f"must be true, false, or one of {', '.join(EFFORT_NAMES)}")
         thinking.effort("think", fields.think)
     else:
         thinking.switch("think", fields.think)

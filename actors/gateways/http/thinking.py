@@ -1,4 +1,4 @@
-"""How much a model is to think, in the fields of several APIs.
+"""Thinking fields: read the efforts and budgets of thinking of several APIs.
 
     OpenAI                reasoning_effort, reasoning.effort
     Anthropic             thinking {type, budget_tokens}, output_config.effort
@@ -17,7 +17,7 @@ from genbatch.actors.gateways.http.fields import Fields
 from genbatch.proto.errors import InvalidRequest
 from genbatch.proto.messages import Effort
 
-EFFORTS = get_args(Effort)
+EFFORT_NAMES = get_args(Effort)
 
 
 class ThinkingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,7 +36,7 @@ class ReasoningFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """OpenAI's `reasoning`, and OpenRouter's.
 
     Args:
-        effort: one of `EFFORTS`.
+        effort: one of `EFFORT_NAMES`.
         max_tokens: most tokens of thinking.
         enabled: whether to think at all.
     """
@@ -61,10 +61,10 @@ class ThinkingParams:
         self._is_off = self._is_on = False
 
     def effort(self, path: str, effort: object) -> None:
-        """An effort. It is a hint: a value that no API has published is ignored."""
+        """Set the effort. A value that no API has published is ignored and named."""
         if effort is None:
             return
-        if effort not in EFFORTS:
+        if effort not in EFFORT_NAMES:
             self._reader.ignore(path)
             return
         self._set("reasoning_effort", effort, path)
@@ -72,13 +72,13 @@ class ThinkingParams:
             self.asked.append(path)
 
     def budget(self, path: str, budget: int | None) -> None:
-        """The most tokens of thinking."""
+        """Set the most tokens of thinking."""
         if budget is not None:
             self._set("max_thinking_tokens", budget, path)
             self.asked.append(path)
 
     def switch(self, path: str, is_on: bool | None) -> None:
-        """Whether to think at all."""
+        """Turn thinking on or off."""
         if is_on is not None:
             self._is_on |= is_on
             self._is_off |= not is_on
@@ -86,13 +86,13 @@ class ThinkingParams:
                 self.asked.append(path)
 
     def thinking(self, fields: ThinkingFields | None) -> None:
-        """Anthropic's object."""
+        """Read Anthropic's object."""
         if fields is not None:
             self.switch("thinking.type", fields.type != "disabled")
             self.budget("thinking.budget_tokens", fields.budget_tokens)
 
     def reasoning(self, fields: ReasoningFields | None) -> None:
-        """OpenAI's and OpenRouter's object."""
+        """Read OpenAI's and OpenRouter's object."""
         if fields is not None:
             self.effort("reasoning.effort", fields.effort)
             self.budget("reasoning.max_tokens", fields.max_tokens)

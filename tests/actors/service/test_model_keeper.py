@@ -64,7 +64,7 @@ class Engine:
 
 
 class Service:
-    """A keeper whose engines start after `load_s` seconds, and fail where a reason is set."""
+    """A keeper; its engines start after `load_s` seconds, or fail if a reason is set."""
 
     def __init__(self, nursery: trio.Nursery, names: str, *, budget: int = 100, options: BatcherOptions) -> None:
         managed = [

@@ -78,7 +78,7 @@ def test_configuration_and_logits_are_those_of_the_module(models: ModuleType, tm
 
 @pytest.mark.parametrize("name", ARCH)
 def test_blocks_of_a_file_stay_blocks(models: ModuleType, tmp_path: Path, name: str) -> None:
-    """Matrices of the inputs and outputs of recurrent layers keep their stored type, whatever their rows' order is."""
+    """Input and output matrices of recurrent layers keep their stored type, in any order of their rows."""
     kinds = {"ssm_in.weight": "Q8_0", "ssm_out.weight": "Q4_0", "shortconv.in_proj.weight": "Q4_0"}
     model = made(models, name)
     if name.startswith("falcon"):
