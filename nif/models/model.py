@@ -47,7 +47,8 @@ from genbatch.nif.models.file_checks import (
     read_object,
     token_ids,
 )
-from genbatch.nif.models.gguf_file import GgufFile, GgufWeights, gguf_config, gguf_end_tokens, gguf_tokenizer
+from genbatch.nif.models.gguf_config import gguf_config, gguf_end_tokens, gguf_tokenizer
+from genbatch.nif.models.gguf_file import GgufFile, GgufWeights
 from genbatch.nif.models.hub import Progress
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.model_source import ModelSource, no_progress, quiet_transformers, resolve_model

@@ -24,8 +24,9 @@ import torch
 from filelock import FileLock
 
 from genbatch.nif.errors import ModelError
+from genbatch.nif.models.gguf_config import check_unscaled
 from genbatch.nif.models.gguf_families import FAMILIES
-from genbatch.nif.models.gguf_file import GgufFile, check_unscaled
+from genbatch.nif.models.gguf_file import GgufFile
 from genbatch.nif.models.hub import HUB_ID, Progress, download
 from genbatch.nif.models.model_names import (
     NAMED_MODELS,

@@ -16,8 +16,9 @@ import torch
 from genbatch.nif.errors import ModelError
 from genbatch.nif.models.architecture import shapes_of
 from genbatch.nif.models.architectures import ARCHITECTURES, layer_groups, max_position
+from genbatch.nif.models.gguf_config import gguf_config, gguf_end_tokens
 from genbatch.nif.models.gguf_families import family_of
-from genbatch.nif.models.gguf_file import GgufFile, GgufWeights, gguf_config, gguf_end_tokens
+from genbatch.nif.models.gguf_file import GgufFile, GgufWeights
 from genbatch.nif.models.model import _merged_experts
 from genbatch.nif.native.library import STORED_KINDS
 from genbatch.nif.native.model_weights import ModelWeights, RopeTables

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoTokenizer
 
 from genbatch.nif.errors import ModelError
-from genbatch.nif.models.gguf_file import GgufFile, _rope_factors, _yarn, gguf_config, gguf_tokenizer
+from genbatch.nif.models.gguf_config import _rope_factors, _yarn, gguf_config, gguf_tokenizer
+from genbatch.nif.models.gguf_file import GgufFile
 from genbatch.nif.models.model import describe_model, load_model
 from genbatch.nif.models.model_source import resolve_model
 from genbatch.nif.models.weight_source import SafetensorsWeights

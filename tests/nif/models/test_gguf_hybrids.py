@@ -11,7 +11,8 @@ import torch
 
 from genbatch.nif.errors import ModelError
 from genbatch.nif.models.architectures import ARCHITECTURES, layer_groups, max_position
-from genbatch.nif.models.gguf_file import GgufFile, GgufWeights, gguf_config
+from genbatch.nif.models.gguf_config import gguf_config
+from genbatch.nif.models.gguf_file import GgufFile, GgufWeights
 from genbatch.nif.native.library import STORED_KINDS
 from genbatch.nif.native.model_weights import ModelWeights
 from genbatch.nif.native.runner import NativeRunner

@@ -17,7 +17,8 @@ from genbatch.nif.context import Context
 from genbatch.nif.context.engine import load_engine
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import ModelError
-from genbatch.nif.models.gguf_file import GgufFile, gguf_config
+from genbatch.nif.models.gguf_config import gguf_config
+from genbatch.nif.models.gguf_file import GgufFile
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.model_source import resolve_model
 from genbatch.nif.models.weight_source import FP4_KINDS, FP8_KINDS, GROUP_KINDS

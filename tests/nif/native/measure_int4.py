@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from genbatch.nif.models.model import load_model
+from genbatch.nif.native.layer_loader import keeps_8_bits
 from genbatch.nif.native.library import COLUMNS, WEIGHT_U4, native_library
-from genbatch.nif.native.model_weights import keeps_8_bits
 from genbatch.nif.native.weights import U4_GROUP, WeightPacker
 from tests.benchmarks.compare.peers import peer_python
 

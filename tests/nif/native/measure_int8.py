@@ -28,7 +28,7 @@ LINEARS = {"queries, keys, values": "q_proj", "attention's output": "o_proj", "g
 LINEARS |= {"down": "down_proj", "head": "embed_tokens"}
 
 
-class LeavesExact(model_weights._Loader):
+class LeavesExact(model_weights.LayerLoader):
     """Packs as int8 does, but what was chosen stays as exact as without it."""
 
     chosen: Chosen = staticmethod(lambda name: False)
@@ -59,7 +59,7 @@ def main() -> None:
     text = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))[CHARACTERS]
     windows = torch.tensor(model.tokenizer.encode(text))[: options.windows * WINDOW].view(-1, WINDOW)
     exact = log_probabilities(model, windows, "none")
-    model_weights._Loader = LeavesExact  # type: ignore[misc]
+    model_weights.LayerLoader = LeavesExact  # type: ignore[misc]
 
     def report(name: str, chosen: Chosen = lambda name: False, kv: torch.dtype | None = None) -> None:
         LeavesExact.chosen = staticmethod(chosen)

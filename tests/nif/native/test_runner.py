@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from genbatch.nif.context.context import Context
 from genbatch.nif.errors import BatchError, OptionError
 from genbatch.nif.models.loaded_model import Model
+from genbatch.nif.native.layer_loader import keeps_8_bits
 from genbatch.nif.native.library import WEIGHT_I8, WEIGHT_U4
-from genbatch.nif.native.model_weights import ModelWeights, keeps_8_bits
+from genbatch.nif.native.model_weights import ModelWeights
 from genbatch.nif.native.runner import NativeRunner, apart, native_runner
 from genbatch.nif.runner import Entry, LayerGroup, Logits, RaggedBatch
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from genbatch.nif.models.gguf_file import GgufFile, gguf_tokenizer
+from genbatch.nif.models.gguf_config import gguf_tokenizer
+from genbatch.nif.models.gguf_file import GgufFile
 from tests.actors.gateways.threaded_service import threaded_service
 from tests.nif.models.gguf_files import write_llama
 
