@@ -41,7 +41,6 @@ from genbatch.clients.transports import (
     load_client_keys,
 )
 from genbatch.proto.codec import to_answer
-from genbatch.proto.drawn import DrawnTokens, ShownTokens, replayable
 from genbatch.proto.errors import FrameTooLarge, GenbatchError, MalformedMessage, QueueFull, Unavailable
 from genbatch.proto.messages import GenerateRequest, Hello, HelloRequest, Token
 from genbatch.proto.methods import METHODS, Method
@@ -55,7 +54,7 @@ from genbatch.proto.rpc import (
     TokenReceived,
     TokensReceived,
 )
-from genbatch.proto.validation import RequestLimits
+from genbatch.proto.validation import DrawnTokens, RequestLimits, ShownTokens, replayable
 
 # The longest deadline that a service accepts by default. A longer timeout counts as no timeout.
 MAX_DEADLINE_S = RequestLimits().max_deadline_s

@@ -35,11 +35,11 @@ from genbatch.clients.transports import (
     read_rpc_address,
     socket_options,
 )
-from genbatch.proto.drawn import ShownTokens, replayable
 from genbatch.proto.errors import GenbatchError, Unauthenticated, Unavailable
 from genbatch.proto.messages import GenerateRequest, HelloRequest, Token
 from genbatch.proto.methods import METHODS, Method
 from genbatch.proto.rpc import PLAIN_STREAM, StreamOptions
+from genbatch.proto.validation import ShownTokens, replayable
 
 
 class SyncTokenStream(CallResult):

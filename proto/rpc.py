@@ -28,7 +28,6 @@ from genbatch.proto.codec import (
     read_type,
     why_unsendable,
 )
-from genbatch.proto.drawn import DrawnTokens
 from genbatch.proto.errors import (
     ErrorInfo,
     FrameTooLarge,
@@ -39,6 +38,7 @@ from genbatch.proto.errors import (
     from_wire,
 )
 from genbatch.proto.messages import Token, ToolCallDelta, check_type
+from genbatch.proto.validation import DrawnTokens
 
 # Grows when a client of the last version cannot go on. New methods, options, keys and notifications do not change it:
 # `hello` names the methods and options, and both ends pass over keys and notifications that they do not know.

@@ -5,35 +5,195 @@
     arrivals.encoded(message)          # the tokenizer thread has finished with it
 
 Admission depends on the queue, and is decided before any work is spent on the request. Then its grammar is compiled
-and its prompt is tokenized, off the event loop where either takes long. Intake (intake.py) checks the message and
-makes the sequences.
+(Grammars) and its prompt is tokenized, off the event loop where either takes long. Intake (intake.py) checks the
+message and makes the sequences.
+
+A request that was drawn in part before continues after its last token (`restore`), on engines that failed or
+elsewhere. The prompt and the drawn tokens are evaluated again, as after a pause. A draw depends only on the logits, the
+seed and the position. All other state of a sequence is a function of its tokens: penalties, the position in a grammar,
+text held back for a stop string, calls and thinking. So the tokens are pushed through this state once more, and are
+not shown again.
 
 PromptSharing knows the held prefixes of prompts, and which requests reuse them unevaluated. A prefix is held when it
 is configured, or when a first message arrives a second time.
 """
 
+import math
+import time
+from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import outcome
 
-from genbatch.actors.batcher import resume
 from genbatch.actors.batcher.embeddings import QUEUE_SHARE, TextsRequest
-from genbatch.actors.batcher.generation import GenerationRequest
-from genbatch.actors.batcher.grammars import Compiled, Grammars
+from genbatch.actors.batcher.generation import Generation, GenerationRequest
 from genbatch.actors.batcher.intake import Intake
-from genbatch.actors.batcher.kept_logits import Keep
-from genbatch.actors.batcher.messages import Embed, Generate, charged_account
-from genbatch.actors.batcher.open_requests import BatchState
+from genbatch.actors.batcher.messages import Embed, Generate, Keep, charged_account
+from genbatch.actors.batcher.open_requests import BatchState, OpenRequests
 from genbatch.actors.batcher.options import BatcherOptions, Load
 from genbatch.actors.batcher.prompt_reader import PromptReader, ReadJob, without_template
-from genbatch.actors.batcher.requests import HeldPrompt, Prompt, Request, TimeLimits
+from genbatch.actors.batcher.requests import HeldPrompt, Prompt, Request, Sequence, TimeLimits
 from genbatch.actors.batcher.slots import HeldPrompts, Slots
 from genbatch.actors.runtime.actor import From, GenServer, reply_error
-from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest
+from genbatch.actors.runtime.worker import Worker
+from genbatch.actors.scheduling.request import Phase
+from genbatch.nif.kv.block_pool import prefix_key
+from genbatch.nif.models.loaded_model import Model
+from genbatch.nif.sampling.sampler import Constraint, Sampled
+from genbatch.proto.errors import EngineError, EngineLost, GenbatchError, InvalidRequest
+from genbatch.proto.validation import DrawnTokens
+
+if TYPE_CHECKING:  # imports llguidance, which is an extra
+    from genbatch.nif.sampling.grammar_compiler import GrammarCompiler
+
+
+# The compiling thread rests after each grammar as long as the grammar took, up to this. Otherwise a flood of small
+# grammars fills all slots in every step: a step in which eight sequences begin takes 2.4 times that of two.
+MAX_REST_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A request's grammar was compiled, or refused."""
+
+    request: GenerationRequest
+    constraints: outcome.Outcome[list[Constraint]]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A sequence without a mask may be planned again."""
+
+    sequence: Sequence
+
+
+class Grammars:
+    """Compile grammars and make slow masks; the first grammar starts the threads, the process and the imports.
+
+    Args:
+        model: the model that defines the tokens.
+        max_s: seconds of processor time that compiling one grammar may take.
+        send: takes Compiled and Prepared, on the event loop.
+        open_worker: makes the threads.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        max_s: float,
+        send: Callable[[Compiled | Prepared], None],
+        open_worker: Callable[[str], Worker] = Worker,
+    ) -> None:
+        self._model = model
+        self._max_s = max_s
+        self._send = send
+        self._open_worker = open_worker
+        self._compiler: GrammarCompiler | None = None  # touched on the compiling thread only
+        self._compiling: Worker | None = None
+        self._preparing: Worker | None = None
+        self._turns: dict[str, deque[GenerationRequest]] = {}  # waiting requests by account; accounts take turns
+        self._is_busy = False
+        self._is_closed = False
+        self._live: list[Sequence] = []
+        self._sitting_out: set[Sequence] = set()
+
+    def compile(self, request: GenerationRequest) -> None:
+        """Compile a grammar in its account's turn, so that one client's slow grammars delay no other client."""
+        if self._is_closed:
+            return
+        waiting = self._turns.setdefault(request.account, deque())
+        for left in [one for one in waiting if one.replied]:  # a client that cancels and retries must not pile these up
+            waiting.remove(left)
+            self._send(Compiled(left, outcome.Value([])))
+        waiting.append(request)
+        if not self._is_busy:
+            self._compile_next()
+
+    def watch(self, sequences: ListOf[Sequence]) -> None:
+        """Add sequences that have a constraint."""
+        self._live += sequences
+
+    def sitting_out(self) -> frozenset[int]:
+        """Return the ids of sequences with a slow mask in work; a step without them waits for no mask."""
+        if not self._live:
+            return frozenset()
+        self._live = [sequence for sequence in self._live if sequence.phase is not Phase.FINISHED]
+        for sequence in self._live:
+            constraint = sequence.constraint
+            if constraint is not None and constraint.is_slow and sequence not in self._sitting_out:
+                self._prepare(sequence, constraint)
+        return frozenset(sequence.request_id for sequence in self._sitting_out)
+
+    def prepared(self, message: Prepared) -> None:
+        """Let the sequence be planned again."""
+        self._sitting_out.remove(message.sequence)
+
+    async def close(self) -> None:
+        """End the threads and the compiler's process; waiting requests get no answer."""
+        self._is_closed = True
+        self._turns.clear()
+        if self._compiling is not None:
+            await self._compiling.run(self._close_compiler)
+            await self._compiling.close()
+        if self._preparing is not None:
+            await self._preparing.close()
+
+    def _prepare(self, sequence: Sequence, constraint: Constraint) -> None:
+        self._preparing = self._preparing or self._open_worker("genbatch-masks")
+        self._sitting_out.add(sequence)
+        self._preparing.submit(constraint.prepare, on_done=lambda _: self._send(Prepared(sequence)))
+
+    def _compile_next(self) -> None:
+        self._is_busy = bool(self._turns)
+        if not self._turns:
+            return
+        account, waiting = next(iter(self._turns.items()))
+        request = waiting.popleft()
+        del self._turns[account]
+        if waiting:
+            self._turns[account] = waiting  # behind other accounts
+        self._compiling = worker = self._compiling or self._open_worker("genbatch-grammar")
+        began = worker.now()
+
+        def compiled(result: "outcome.Outcome[list[Constraint]]") -> None:
+            rest_s = min(worker.now() - began, MAX_REST_S)
+            self._send(Compiled(request, result))
+            worker.submit(time.sleep, rest_s, on_done=lambda _: self._compile_next())
+
+        worker.submit(self._compile, request, on_done=compiled)
+
+    def _compile(self, request: GenerationRequest) -> list[Constraint]:
+        """Compile on the compiling thread."""
+        grammar, wanted = request.grammar, request.wanted
+        assert grammar is not None
+        if request.replied:  # the caller left while the request waited
+            return []
+        # Import these with the first grammar.
+        from genbatch.nif.sampling.grammar import branches
+        from genbatch.nif.sampling.grammar_compiler import GrammarCompiler, GrammarError
+
+        if self._compiler is None:
+            self._compiler = GrammarCompiler(self._model, self._max_s)
+        owner, answer, kind, text = prefix_key(wanted.tenant), grammar.answer, str(grammar.kind), grammar.text
+        if answer is not None:
+            try:  # compile the answer's schema alone first, so that an error names the field at fault
+                self._compiler.compile(answer.kind, answer.text, owner, 0)
+            except GrammarError as error:
+                raise InvalidRequest(answer.field, str(error)) from None
+            kind, text = "branches", branches(grammar.text, answer.kind, answer.text)
+        try:
+            return [*self._compiler.compile(kind, text, owner, wanted.n)]
+        except GrammarError as error:
+            raise InvalidRequest(grammar.field, str(error)) from None
+
+    def _close_compiler(self) -> None:
+        if self._compiler is not None:
+            self._compiler.close()
 
 
 class PromptSharing:
@@ -163,7 +323,7 @@ class Arrivals:
         account = charged_account(message.client, wanted.tenant)
         limits = self._limits(wanted.deadline_s, message.client)
         if message.is_admitted:
-            limits = resume.time_limits(limits, message.drawn)
+            limits = limits_of_rest(limits, message.drawn)
         else:
             self._admit(message.client, account, wanted.n, limits, embeds=False)
         request = GenerationRequest(
@@ -198,7 +358,7 @@ class Arrivals:
     ) -> None:
         self._flight.encoded(request, prompt)
         self._intake.start(request, prompt.unwrap())
-        resume.restore(request, is_admitted=is_admitted)
+        restore(request, is_admitted=is_admitted)
         if request.constraints:
             self._grammars.watch(request.sequences)
 
@@ -305,3 +465,58 @@ class Arrivals:
             return None
         self._journal.accepted(request)
         return request
+
+
+def limits_of_rest(limits: TimeLimits, drawn: ListOf[DrawnTokens]) -> TimeLimits:
+    """Return the limits of a resumed request: the operator's bound on the first wait ends with the first token."""
+    return replace(limits, wait_s=None) if any(one.token_ids for one in drawn) else limits
+
+
+def restore(request: GenerationRequest, *, is_admitted: bool) -> None:
+    """Restore the request's new sequences to their earlier state.
+
+    Args:
+        is_admitted: see Generate.
+
+    Raises:
+        EngineLost: the tokens do not fit this engine: a choice ends before its last token.
+        InvalidRequest: the same of tokens that a client has brought.
+    """
+    if not request.drawn:
+        return
+    assert len(request.drawn) == len(request.sequences), "as many choices as the request has"
+    for sequence, drawn in zip(request.generations, request.drawn, strict=True):
+        if is_admitted:
+            sequence.turn = -math.inf  # it precedes all waiting sequences
+        if drawn.token_ids and not _push_again(sequence, drawn):
+            if not is_admitted:
+                raise InvalidRequest("drawn", "a choice ends before its last token")
+            delivered = sum(len(one.token_ids) for one in request.drawn)
+            raise EngineLost("the engine died, and the next one ends the answer before its last token", delivered)
+
+
+def _push_again(sequence: Generation, drawn: DrawnTokens) -> bool:
+    """Push the tokens through the sequence's state; return False if they end it before the last one."""
+    output, sampler = sequence.output, sequence.sampler
+    sequence.num_shown = len(drawn.token_ids)
+    # A prompt with scores must be evaluated even if the answer is complete, so its last token is drawn again.
+    token_ids = drawn.token_ids[:-1] if sequence.scores_prompt else drawn.token_ids
+    for index, token_id in enumerate(token_ids):
+        if output.finish_reason is not None:
+            return False
+        logprob, top = drawn.logprobs[index] if drawn.logprobs else (None, {})
+        # guard: a sampler counts the tokens of a dead engine
+        sampler.accept(token_id)
+        # guard: text follows that of a dead engine
+        output.push(Sampled(token_id, logprob, tuple(top.items())))
+    output.keep_call_ids(drawn.call_ids)
+    sequence.tokens += token_ids
+    sequence.num_generated = len(token_ids)
+    return True
+
+
+def end_complete(request: Request, requests: OpenRequests) -> None:
+    """End the sequences that were complete when the engine failed."""
+    for sequence in request.sequences:
+        if sequence.final_reason is not None:
+            requests.finish(sequence, sequence.final_reason)

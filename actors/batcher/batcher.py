@@ -23,13 +23,10 @@ from typing import Any
 
 import trio
 
-from genbatch.actors.batcher import resume
-from genbatch.actors.batcher.arrivals import Encoded
+from genbatch.actors.batcher.arrivals import Compiled, Encoded, Prepared, end_complete
 from genbatch.actors.batcher.calls import AdapterReady, SessionEnded, SessionRead, UnloadOver
-from genbatch.actors.batcher.draining import DrainOver
-from genbatch.actors.batcher.events import Decoded, RunEnded, StepMessage, Stepped
-from genbatch.actors.batcher.grammars import Compiled, Prepared
-from genbatch.actors.batcher.messages import Embed, Generate, LoadSession, SaveSession
+from genbatch.actors.batcher.journal import Decoded, RunEnded, StepMessage, Stepped
+from genbatch.actors.batcher.messages import DrainOver, Embed, Generate, LoadSession, SaveSession
 from genbatch.actors.batcher.parts import BatcherParts
 from genbatch.actors.batcher.requests import Request, slotted
 from genbatch.actors.runtime.actor import NOREPLY, Down, From, NoReply, reply, reply_error
@@ -214,7 +211,7 @@ class Batcher(BatcherParts):
         self.sharing.share(request, context_is_free=not self._stepping)
         for sequence in request.sequences:
             self.slots.enqueue(sequence)
-        resume.end_complete(request, self.requests)
+        end_complete(request, self.requests)
         self._wake()
 
     def _wake(self) -> None:

@@ -1,4 +1,4 @@
-"""Embeddings: evaluate a request's texts in slots, and pool their states into vectors.
+"""Embeddings and scores: evaluate a request's texts in slots, and pool their states into vectors or scores.
 
     width = intake.check(wanted)                          # texts that run at a time
     intake.start(request, intake.read(wanted), longest)   # its texts are tokenized
@@ -7,6 +7,9 @@
 A text is a sequence that draws no token: it ends with its last prompt token. A request may have thousands of texts.
 At most as many as the service has slots wait or run at a time. Each text queues behind the texts and requests that
 wait already. So a long list delays other clients no more than a few requests would.
+
+A document to score, by a reranker or a classifier, is evaluated as a text to embed is, with two differences. It is
+read together with its query. Its vector is the output of the model's head, with or without the activation.
 """
 
 from collections import deque
@@ -26,7 +29,7 @@ from genbatch.nif.runner import Logits
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
 from genbatch.proto.errors import EngineError, InvalidRequest, PromptTooLong
 from genbatch.proto.messages import EmbedRequest, FinishReason, ScoreRequest
-from genbatch.proto.validation import validate_embed
+from genbatch.proto.validation import validate_embed, validate_score
 
 Asked = TypeVar("Asked", EmbedRequest, ScoreRequest)
 
@@ -357,3 +360,61 @@ def _sizes(shorter: frozenset[int]) -> str:
     if len(shorter) == max(shorter):
         return f"1 to {max(shorter)}"
     return ", ".join(map(str, sorted(shorter)))
+
+
+NO_SCORES = "it scores no texts: ask a reranker or a classifier"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ScoringRequest(TextsRequest[ScoreRequest]):
+    """A request for the scores of documents."""
+
+    @property
+    def kind(self) -> str:
+        return "scores"
+
+    def vector(self, text: PooledText) -> torch.Tensor:
+        return text.vector(activates=not self.wanted.raw_scores)
+
+
+class ScoreIntake(TextIntake[ScoreRequest]):
+    """Checks and tokenizes documents to score."""
+
+    noun, request_type = "scores", ScoringRequest
+
+    def check(self, wanted: ScoreRequest, *, is_validated: bool) -> int:
+        pooling, pairs = self._model.pooling, self._model.pairs
+        if pooling is None or pairs is None:
+            raise InvalidRequest("model", NO_SCORES)
+        if not is_validated:
+            validate_score(wanted, self._options.limits)
+        self.check_priority(wanted)
+        if wanted.query is None and pairs.needs_query:
+            raise InvalidRequest("query", f"is missing: {self._model.name} scores a document by a query")
+        if wanted.instruction is not None and not pairs.takes_instruction:
+            raise InvalidRequest("instruction", f"{self._model.name} has no place for one in what it reads")
+        return min(len(wanted.documents), self._options.n_parallel)
+
+    def size(self, wanted: ScoreRequest) -> int:
+        return sum(len(query or "") + len(document) for query, document in wanted.pairs)
+
+    def read(self, wanted: ScoreRequest) -> list[list[int]]:
+        pairs = self._model.pairs
+        assert pairs is not None
+        found = []
+        for place, (query, document) in enumerate(wanted.pairs):
+            if wanted.max_document_tokens is not None:
+                document = pairs.beginning(document, wanted.max_document_tokens)
+            tokens = pairs.tokens(query, document, wanted.instruction)
+            if len(tokens) > self.max_tokens and wanted.truncate:
+                tokens = pairs.cut(query, document, self.max_tokens, wanted.instruction)
+            if not tokens:
+                raise InvalidRequest(self.field(wanted, place), "is empty")
+            if len(tokens) > self.max_tokens:
+                limit = f"has {len(tokens)} tokens with its query, {self._model.name} reads {self.max_tokens} of a text"
+                raise PromptTooLong(limit, field=self.field(wanted, place))
+            found.append(tokens)
+        return found
+
+    def field(self, wanted: ScoreRequest, place: int) -> str:
+        return f"documents[{place}]"

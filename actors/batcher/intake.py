@@ -17,13 +17,18 @@ from threading import Lock
 from typing import Any
 
 from genbatch.actors.batcher.beam_search import BeamSearch
-from genbatch.actors.batcher.embeddings import NO_TEXT, EmbedIntake, TextIntake
-from genbatch.actors.batcher.generation import BeamGeneration, Generation, GenerationRequest
+from genbatch.actors.batcher.embeddings import NO_TEXT, EmbedIntake, ScoreIntake, TextIntake
+from genbatch.actors.batcher.generation import (
+    BeamGeneration,
+    Generation,
+    GenerationRequest,
+    Output,
+    OutputRules,
+    Reading,
+)
 from genbatch.actors.batcher.messages import BILLING_HEADER, Generate, validate_generate
 from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.batcher.output import Output, OutputRules, Reading
 from genbatch.actors.batcher.requests import HeldPrompt, Prompt
-from genbatch.actors.batcher.scores import ScoreIntake
 from genbatch.actors.batcher.thinking import Thinking
 from genbatch.nif.kv.block_pool import prefix_key
 from genbatch.nif.models.loaded_model import Model

@@ -18,26 +18,105 @@ Events of the Batcher (measurements | metadata):
 
 Each accepted request has one request.finished; events of one request come in the order above. No event holds text of
 a prompt or of an answer. Values are numbers, text and booleans, so that events can cross processes.
+
+The model's thread reports each step to the Batcher by a message: Stepped, Decoded or RunEnded.
 """
 
 from collections.abc import Callable
 from collections.abc import Sequence as ListOf
+from dataclasses import dataclass
 from itertools import count
+from typing import Protocol, TypeAlias
 
 import outcome
 import trio
 
 from genbatch.actors.batcher.counters import BatcherStats
-from genbatch.actors.batcher.events import StepMessage
-from genbatch.actors.batcher.generation import GenerationRequest
+from genbatch.actors.batcher.generation import Generation, GenerationRequest
 from genbatch.actors.batcher.messages import Embed, Generate
 from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.batcher.requests import Planned, Prompt, Request, Sequence
+from genbatch.actors.batcher.requests import Evaluated, Planned, Prompt, Request, Sequence
 from genbatch.actors.runtime.telemetry import Telemetry
 from genbatch.actors.scheduling.plan import PromptBudget, SchedulerOutput
 from genbatch.nif.context import Context
 from genbatch.nif.errors import OptionError
+from genbatch.nif.sampling.sampler import Sampled, SampleFault
 from genbatch.proto.errors import GenbatchError
+
+
+class Stepping(Protocol):
+    """Books the messages of the thread; `Stepper` implements it. Each method returns whether no work is left."""
+
+    def decoded(self, decoded: "Decoded") -> bool:
+        """Book a step of a run; the next step may be running."""
+
+    def stepped(self, batch: list[Planned], result: "outcome.Outcome[list[Evaluated]]") -> bool:
+        """Book a single step, or begin to find the request at fault for a failed one."""
+
+    def run_ended(self, run: "Run", result: "outcome.Outcome[Decoded | None]") -> bool:
+        """Book the last step of a run."""
+
+
+class Run(Protocol):
+    """A run of decode steps as the event loop sees it; `RunAhead` implements it."""
+
+    batch: list[Planned]
+    sequences: list[Generation]
+
+    def stop(self) -> None:
+        """Ask for a plan: the run ends with the current step."""
+
+    def booked(self) -> None:
+        """Note that the tokens of one more step were handed out."""
+
+
+# The draws of a run's step for each sequence: one token, and one more for each accepted draft token.
+Drawn: TypeAlias = list[list[Sampled | SampleFault]]
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """A step of a run has ended; unless it was the last step, the next step has begun.
+
+    Args:
+        guessing_s: the seconds that a draft model took before the step.
+    """
+
+    run: Run
+    drawn: Drawn
+    num_drafted: int
+    guessing_s: float = 0.0
+
+    def book(self, stepping: Stepping) -> bool:
+        """Book the step; return whether no work is left."""
+        return stepping.decoded(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """A forward has ended on the model's thread."""
+
+    batch: list[Planned]
+    result: outcome.Outcome[list[Evaluated]]
+
+    def book(self, stepping: Stepping) -> bool:
+        """Book the step; return whether no work is left."""
+        return stepping.stepped(self.batch, self.result)
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    """A run has ended on the model's thread, with its last step's draws; None if they were sent before."""
+
+    run: Run
+    result: outcome.Outcome[Decoded | None]
+
+    def book(self, stepping: Stepping) -> bool:
+        """Book the end; return whether no work is left."""
+        return stepping.run_ended(self.run, self.result)
+
+
+StepMessage = Stepped | Decoded | RunEnded
 
 
 class Journal:

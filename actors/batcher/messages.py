@@ -1,26 +1,24 @@
 """Messages to the Batcher with more than a protocol request: the account, the token callback and more.
 
-Other methods send their protocol request unchanged (`proto/methods.py`).
+Other methods send their protocol request unchanged (`proto/methods.py`). Draining is the state that a DrainRequest
+begins: new requests are refused, and every caller gets its reply once the open requests have ended.
+
+This file imports torch only for logits that are kept, since a gateway process does without it.
 """
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from genbatch.proto.drawn import DrawnTokens, validate_drawn
-from genbatch.proto.messages import (
-    EmbedRequest,
-    GenerateRequest,
-    Message,
-    ScoreRequest,
-    Token,
-)
-from genbatch.proto.validation import RequestLimits, check_types, validate_request
+from genbatch.actors.runtime.actor import From, reply
+from genbatch.proto.errors import Unavailable
+from genbatch.proto.messages import Drained, EmbedRequest, GenerateRequest, Message, ScoreRequest, Token
+from genbatch.proto.validation import DrawnTokens, RequestLimits, check_types, validate_drawn, validate_request
 
-if TYPE_CHECKING:  # imports torch, which a gateway process does without
-    from genbatch.actors.batcher.kept_logits import Keep
+if TYPE_CHECKING:
+    import torch
 
 
 # Claude Code writes such a line at the top of its system prompt, with another value in each request.
@@ -45,6 +43,54 @@ def charged_account(client: str, tenant: str, *, embeds: bool = False) -> str:
     """
     account = client or (tenant_account(tenant) if tenant else "")
     return f"{account} (embeddings)" if embeds and account else account
+
+
+class Keep:
+    """The caller makes this object, the Batcher fills it, and it is complete when the call is answered.
+
+    Keeping the prompt's logits evaluates the whole prompt: no part of the prompt then comes from a cache.
+
+    Args:
+        context: whether to keep the logits after every token of the prompt.
+        generation: whether to keep the logits that every generated token was chosen from.
+    """
+
+    def __init__(self, *, context: bool = False, generation: bool = False) -> None:
+        self.context = context
+        self.generation = generation
+        self._context: dict[int, torch.Tensor] = {}  # by position
+        self._generation: dict[int, list[torch.Tensor]] = {}  # by choice or beam
+
+    def add_context(self, first: int, rows: "torch.Tensor") -> None:
+        """Book the logits [n, vocab_size] after positions first, first + 1, …; a repeat replaces them."""
+        self._context.update(enumerate(rows, first))
+
+    def add_generation(self, choice: int, row: "torch.Tensor") -> None:
+        """Book the logits [vocab_size] that the choice's next token was chosen from."""
+        self._generation.setdefault(choice, []).append(row)
+
+    def set_generation(self, choice: int, rows: "list[torch.Tensor]") -> None:
+        """Book all of a beam's rows at once, since a beam's rank is known only at the end."""
+        self._generation[choice] = rows
+
+    def context_logits(self) -> "torch.Tensor | None":
+        """Return [num_prompt_tokens, vocab_size] float32 on the CPU; None if nothing was kept."""
+        return _stack([self._context[position] for position in sorted(self._context)])
+
+    def generation_logits(self, choice: int = 0) -> "torch.Tensor | None":
+        """Return [num_generated, vocab_size] float32 on the CPU; None if nothing was kept."""
+        return _stack(self._generation.get(choice, []))
+
+    def last_generation_row(self) -> "torch.Tensor | None":
+        """Return the newest row of the first choice, [vocab_size]; None if nothing was kept."""
+        rows = self._generation.get(0)
+        return rows[-1] if rows else None
+
+
+def _stack(rows: "list[torch.Tensor]") -> "torch.Tensor | None":
+    import torch  # a gateway process does without
+
+    return torch.stack(rows) if rows else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +119,7 @@ class Generate:
     request_id: str = field(default="", kw_only=True)
     tag: Hashable = None
     beam_width: int = 1
-    keep: "Keep | None" = None
+    keep: Keep | None = None
     shows: bool = field(default=True, kw_only=True)
     drawn: tuple[DrawnTokens, ...] = field(default=(), kw_only=True)
     is_admitted: bool = field(default=False, kw_only=True)
@@ -153,3 +199,54 @@ class LoadSession:
     state: bytes
     tenant: str = ""
     model: str | None = None
+
+
+DRAINING = "the service is draining: it takes no new requests"
+# Milliseconds. Another process of the service may answer within this time; a restart takes longer.
+RETRY_AFTER_DRAIN_MS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class DrainOver:
+    """The timeout of a `Drain` call has passed."""
+
+
+class Draining:
+    """The state of draining: it begins with the first `Drain` call, and every caller gets a reply at its end.
+
+    Args:
+        num_open: returns the number of requests that have not ended.
+        send_after: sends DrainOver to the drained actor after a number of seconds.
+    """
+
+    def __init__(self, num_open: Callable[[], int], send_after: Callable[[float, DrainOver], object]) -> None:
+        self.has_begun = False
+        self.num_cancelled = 0  # requests cancelled at the timeout
+        self._num_open = num_open
+        self._send_after = send_after
+        self._callers: list[From[Any]] = []
+
+    def check(self) -> None:
+        """Refuse new requests while draining.
+
+        Raises:
+            Unavailable: draining has begun.
+        """
+        if self.has_begun:
+            raise Unavailable(DRAINING, retry_after_ms=RETRY_AFTER_DRAIN_MS)
+
+    def ask(self, from_: "From[Any]", timeout_s: float) -> None:
+        """Begin to drain, and reply to the caller at the end."""
+        self.has_begun = True
+        self._callers.append(from_)
+        if self._num_open():
+            self._send_after(timeout_s, DrainOver())
+        else:
+            self.settle()
+
+    def settle(self) -> None:
+        """Reply to the callers if no request is open any more."""
+        if not self._num_open():
+            callers, self._callers = self._callers, []
+            for from_ in callers:
+                reply(from_, Drained(num_cancelled=self.num_cancelled))

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 import trio
 
 from genbatch.actors.batcher.counters import StallWatch
-from genbatch.actors.batcher.draining import Draining
 from genbatch.actors.batcher.journal import Flight, Journal
+from genbatch.actors.batcher.messages import Draining
 from genbatch.actors.batcher.requests import Request, Sequence
 from genbatch.actors.batcher.slots import HeldPrompts, Slots, Swap
 from genbatch.actors.runtime.actor import Monitor
-from genbatch.actors.scheduling.fair_share import FairShare
-from genbatch.actors.scheduling.request import Phase
+from genbatch.actors.scheduling.request import FairShare, Phase
 from genbatch.nif.context import Context
 from genbatch.nif.errors import NativeError
 from genbatch.proto.errors import DeadlineExceeded, EngineError, GenbatchError

@@ -3,10 +3,16 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from genbatch.actors.scheduling.fair_share import ahead_in_turn, most_waiting
 from genbatch.actors.scheduling.plan import BatchingType
-from genbatch.actors.scheduling.scheduler import DEFAULT_MAX_PAUSES, PauseOrder, RequestScheduler, SchedulerPolicy
-from genbatch.actors.scheduling.spec import STEP_ORDERS, SchedulerOptions
+from genbatch.actors.scheduling.request import ahead_in_turn, most_waiting
+from genbatch.actors.scheduling.scheduler import (
+    DEFAULT_MAX_PAUSES,
+    STEP_ORDERS,
+    PauseOrder,
+    RequestScheduler,
+    SchedulerOptions,
+    SchedulerPolicy,
+)
 from genbatch.nif.errors import OptionError
 from genbatch.proto.errors import DeadlineExceeded, InvalidRequest, QueueFull
 from genbatch.proto.validation import RequestLimits

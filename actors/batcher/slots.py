@@ -17,8 +17,7 @@ import trio
 
 from genbatch.actors.batcher.journal import Journal
 from genbatch.actors.batcher.requests import HeldPrompt, Sequence, Slotted
-from genbatch.actors.scheduling.fair_share import OUTPUT_WEIGHT, FairShare, slots_share
-from genbatch.actors.scheduling.request import Blocks, LlmRequest, Phase
+from genbatch.actors.scheduling.request import OUTPUT_WEIGHT, Blocks, FairShare, LlmRequest, Phase, slots_share
 from genbatch.nif.context import Context
 from genbatch.nif.errors import OptionError
 from genbatch.nif.kv.offload import HostBlockStore

@@ -18,8 +18,8 @@ import torch
 import trio
 
 from genbatch.actors.batcher.drafting import MAX_SEQUENCES, DraftCosts, RunDrafts
-from genbatch.actors.batcher.events import Decoded, Drawn, Run, RunEnded, StepMessage, Stepped
 from genbatch.actors.batcher.generation import Generation
+from genbatch.actors.batcher.journal import Decoded, Drawn, Run, RunEnded, StepMessage, Stepped
 from genbatch.actors.batcher.open_requests import BatchState
 from genbatch.actors.batcher.requests import Evaluated, Planned
 from genbatch.actors.batcher.slots import SwapFault, run_copies, waiting_key

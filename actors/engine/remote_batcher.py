@@ -22,8 +22,7 @@ from typing import Any
 import msgspec
 import trio
 
-from genbatch.actors.batcher.draining import DRAINING, RETRY_AFTER_DRAIN_MS
-from genbatch.actors.batcher.messages import Embed, Generate, validate_generate
+from genbatch.actors.batcher.messages import DRAINING, RETRY_AFTER_DRAIN_MS, Embed, Generate, validate_generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.engine.accepted_requests import RETRY_MS, AcceptedRequest, AcceptedRequests, Stage, Wanted
 from genbatch.actors.engine.child_process import Join

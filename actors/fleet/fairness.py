@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import trio
 
 from genbatch.actors.batcher.messages import LOCALHOST
-from genbatch.actors.scheduling.fair_share import OUTPUT_WEIGHT, PROMPT_WEIGHT, FairShare, most_waiting
+from genbatch.actors.scheduling.request import OUTPUT_WEIGHT, PROMPT_WEIGHT, FairShare, most_waiting
 from genbatch.proto.errors import QueueFull
 from genbatch.proto.validation import MAX_PAYER_LENGTH
 

@@ -31,11 +31,17 @@ from typing import Any, Protocol
 import msgspec
 import trio
 
-from genbatch.actors.batcher.draining import DRAINING, RETRY_AFTER_DRAIN_MS
-from genbatch.actors.batcher.messages import Embed, Embedded, Generate, charged_account, validate_generate
+from genbatch.actors.batcher.messages import (
+    DRAINING,
+    RETRY_AFTER_DRAIN_MS,
+    Embed,
+    Embedded,
+    Generate,
+    charged_account,
+    validate_generate,
+)
 from genbatch.actors.fleet.fairness import Accounts, Line, Waiter, account_in_fleet, weighted
 from genbatch.actors.fleet.routing import ReplicaView, Roster, Router, RouteRequest, content_blocks
-from genbatch.proto.drawn import DrawnTokens, ShownTokens, replayable
 from genbatch.proto.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -66,7 +72,7 @@ from genbatch.proto.messages import (
     UnloadAdapterRequest,
 )
 from genbatch.proto.methods import Lane, lane_of
-from genbatch.proto.validation import RequestLimits, validate_texts
+from genbatch.proto.validation import DrawnTokens, RequestLimits, ShownTokens, replayable, validate_texts
 
 # The retry hint while there is no replica: about a small model's load time.
 RETRY_MS = 2000

@@ -22,7 +22,6 @@ import trio
 from genbatch.actors.batcher.messages import Embed, Embedded, Generate, tenant_account
 from genbatch.actors.runtime.errors import ActorDown, CallTimeout, MailboxFull
 from genbatch.proto.codec import to_generate_request
-from genbatch.proto.drawn import DrawnTokens
 from genbatch.proto.errors import (
     EngineError,
     Forbidden,
@@ -49,6 +48,7 @@ from genbatch.proto.messages import (
 )
 from genbatch.proto.methods import METHODS, Lane, Method
 from genbatch.proto.rpc import STREAM_OPTIONS, WIRE_VERSION
+from genbatch.proto.validation import DrawnTokens
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class Caller:
     """The caller of a method, and the callback for its tokens.
 
     Args:
-        client: its account if it has shown neither a key nor a token (peers.py).
+        client: its account if it has shown neither a key nor a token (accepting.py).
         on_token: called on the event loop, must not block; None for no tokens.
         request_id: the request's name in logs and spans; "" if the gateway has none.
         tenant: the tenant of its key or token; None at a gateway without keys and tokens.

@@ -20,19 +20,21 @@ from itertools import count
 
 import trio
 
-from genbatch.actors.gateways.accepting import accept_from, has_hung_up
-from genbatch.actors.gateways.addresses import check_rpc_address
-from genbatch.actors.gateways.connection_limit import (
+from genbatch.actors.gateways.accepting import (
     MAX_HALF_MESSAGES,
     ConnectionLimit,
     MessageRoom,
+    Peer,
     Seat,
     Share,
+    accept_from,
+    account_of_socket,
+    has_hung_up,
     max_connections,
 )
+from genbatch.actors.gateways.addresses import check_rpc_address
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.listening import ListeningSockets, address_of, as_listeners
-from genbatch.actors.gateways.peers import Peer, account_of_socket
 from genbatch.actors.gateways.session import MAX_WAITING, CallHost, Outbox, RPCSession
 from genbatch.actors.gateways.zeromq_gateway import MAX_LEASE_S
 from genbatch.actors.security.security import Authenticate, Security

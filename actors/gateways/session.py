@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 import trio
 
+from genbatch.actors.gateways.accepting import Peer
 from genbatch.actors.gateways.dispatcher import Dispatcher
-from genbatch.actors.gateways.peers import Peer
 from genbatch.proto.errors import Cancelled, EngineError, GenbatchError, InvalidRequest, Unavailable
 from genbatch.proto.messages import Token
 from genbatch.proto.rpc import (

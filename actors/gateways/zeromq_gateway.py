@@ -18,10 +18,10 @@ from functools import partial
 import trio
 import zmq
 
+from genbatch.actors.gateways.accepting import Peer, account_of_descriptor
 from genbatch.actors.gateways.addresses import check_address
 from genbatch.actors.gateways.dispatcher import RETRY_AFTER_RESTART_MS, Dispatcher
 from genbatch.actors.gateways.listening import LentSocket, ListeningSockets, address_of
-from genbatch.actors.gateways.peers import Peer, account_of_descriptor
 from genbatch.actors.gateways.session import MAX_WAITING, CallHost, Outbox, RPCSession
 from genbatch.actors.gateways.zeromq_guard import ZeroMQGuard, open_guard
 from genbatch.actors.runtime.zeromq_socket import Signed, ZeroMQSocket, open_socket

@@ -24,7 +24,7 @@ import trio
 import zmq
 from zmq.utils import z85
 
-from genbatch.actors.gateways.connection_limit import max_connections
+from genbatch.actors.gateways.accepting import max_connections
 from genbatch.actors.gateways.unfinished_messages import UnfinishedMessages
 from genbatch.actors.runtime.zeromq_socket import Frames, ZeroMQSocket, monitored, pumped
 from genbatch.actors.security.curve_keys import ServerKeys

@@ -10,9 +10,8 @@ import msgspec
 import outcome
 import trio
 
-from genbatch.actors.batcher.events import StepMessage, Stepped
 from genbatch.actors.batcher.generation import BeamGeneration, Generation, GenerationRequest
-from genbatch.actors.batcher.journal import Flight, unrecorded
+from genbatch.actors.batcher.journal import Flight, StepMessage, Stepped, unrecorded
 from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.requests import Evaluated, Planned, Prompt, Request, Sequence

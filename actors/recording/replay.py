@@ -32,14 +32,11 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from genbatch.actors.batcher.arrivals import Arrivals, Encoded
 from genbatch.actors.batcher.batcher import Batcher, Flush
-from genbatch.actors.batcher.draining import DrainOver
-from genbatch.actors.batcher.generation import Generation, GenerationRequest
+from genbatch.actors.batcher.generation import Generation, GenerationRequest, Output, OutputRules
 from genbatch.actors.batcher.intake import Intake
 from genbatch.actors.batcher.journal import Flight
-from genbatch.actors.batcher.kept_logits import Keep
-from genbatch.actors.batcher.messages import Generate
+from genbatch.actors.batcher.messages import DrainOver, Generate, Keep
 from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.batcher.output import Output, OutputRules
 from genbatch.actors.batcher.requests import Evaluated, Planned, Prompt, Request, TimeLimits
 from genbatch.actors.batcher.slots import SwapFault, run_copies
 from genbatch.actors.batcher.stepper import EngineFault

@@ -34,6 +34,7 @@ from genbatch.actors.engine.child_process import (
 )
 from genbatch.actors.engine.freed_memory import keep_returning_freed_memory
 from genbatch.actors.engine.remote_batcher import RemoteBatcher
+from genbatch.actors.gateways.accepting import AMPLE_FILES, LEAST_FILES, allow_files
 from genbatch.actors.gateways.addresses import (
     check_address,
     check_http,
@@ -41,7 +42,6 @@ from genbatch.actors.gateways.addresses import (
     check_rpc_address,
     parse_http_address,
 )
-from genbatch.actors.gateways.connection_limit import AMPLE_FILES, LEAST_FILES, allow_files
 from genbatch.actors.gateways.dispatcher import Callee, Dispatcher
 from genbatch.actors.gateways.listening import Door, ListeningSockets
 from genbatch.actors.gateways.rpc_gateway import RPCGateway
@@ -50,7 +50,7 @@ from genbatch.actors.observing.observe import observe
 from genbatch.actors.runtime.errors import StartFailed
 from genbatch.actors.runtime.supervisor import ChildSpec, Intensity, Supervisor, Task, background
 from genbatch.actors.runtime.telemetry import Telemetry
-from genbatch.actors.scheduling.spec import check_scheduler
+from genbatch.actors.scheduling.scheduler import check_scheduler
 from genbatch.actors.security.key_files import AddressError
 from genbatch.actors.security.security import Security, open_security
 from genbatch.actors.service.model_keeper import ModelKeeper

@@ -25,7 +25,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from genbatch.actors.batcher.draining import DRAINING, RETRY_AFTER_DRAIN_MS
+from genbatch.actors.batcher.messages import DRAINING, RETRY_AFTER_DRAIN_MS
 from genbatch.proto.errors import GenbatchError, QueueFull, Unavailable
 from genbatch.proto.messages import ModelState
 

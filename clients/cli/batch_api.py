@@ -10,11 +10,10 @@ from typing import Any
 import msgspec
 
 from genbatch.actors.batcher.messages import Embed, Embedded, Generate
-from genbatch.actors.gateways.connection_limit import ConnectionLimit
+from genbatch.actors.gateways.accepting import ConnectionLimit
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.http.app import make_app
-from genbatch.actors.gateways.http.asgi_call import post
-from genbatch.actors.gateways.http.batch_runner import ENDPOINTS, BatchLine, fault_of
+from genbatch.actors.gateways.http.batch_runner import ENDPOINTS, BatchLine, fault_of, post
 from genbatch.actors.gateways.http.service_calls import HTTPCalls, OpenCalls
 from genbatch.actors.security.security import Security
 from genbatch.clients.interface import Client, embed_for, generate_for

@@ -16,7 +16,6 @@ from genbatch.clients.interface import ClientClosed, embed_for, generate_for
 from genbatch.clients.remote import RemoteClient, Retry
 from genbatch.clients.transports import Transport
 from genbatch.nif.errors import OptionError
-from genbatch.proto.drawn import DrawnTokens
 from genbatch.proto.errors import Unauthenticated, Unavailable
 from genbatch.proto.messages import (
     EmbedRequest,
@@ -25,6 +24,7 @@ from genbatch.proto.messages import (
     ScoreRequest,
     Token,
 )
+from genbatch.proto.validation import DrawnTokens
 
 # The timeout in seconds after which a silent replica with open calls counts as gone.
 SILENCE_S = 5.0

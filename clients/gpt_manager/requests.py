@@ -33,8 +33,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from genbatch.actors.batcher.kept_logits import Keep
-from genbatch.actors.batcher.messages import Generate
+from genbatch.actors.batcher.messages import Generate, Keep
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.scheduling.plan import BatchingType
 from genbatch.actors.scheduling.scheduler import SchedulerPolicy

@@ -20,8 +20,7 @@ from typing import TypeAlias, TypeVar
 
 import torch
 
-from genbatch.nif.context.ragged_layout import lay_out
-from genbatch.nif.context.runs import DecodeRun, Drafter, Kept, OverlappedRun, Read, Steps, can_overlap
+from genbatch.nif.context.runs import DecodeRun, Drafter, Kept, OverlappedRun, Read, Steps, can_overlap, lay_out
 from genbatch.nif.errors import AdapterError, BatchError, OptionError
 from genbatch.nif.kv.cache_size import group_blocks
 from genbatch.nif.kv.kv_cache import KVCache
@@ -44,9 +43,8 @@ from genbatch.nif.runner import (
     num_logits,
     num_states,
 )
-from genbatch.nif.sampling.choosing import choose
 from genbatch.nif.sampling.draw import SamplingParams
-from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
+from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, choose
 from genbatch.nif.text.detokenizer import Detokenizer
 
 T = TypeVar("T")

@@ -1,19 +1,35 @@
-"""Chooses the next token of every sequence from one step's logits.
+"""Choose the next token of every sequence from one step's logits.
 
-A Constraint restricts the next token of a sequence, for example to a grammar. `choosing.choose` draws on the device
-that holds the logits.
+`choose` draws on the device that holds the logits. A Constraint restricts the next token of a sequence, for example to
+a grammar.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Protocol, Self
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from genbatch.nif.cuda_device import on_device
 from genbatch.nif.runner import Largest
-from genbatch.nif.sampling.draw import SCORED_AT_ONCE, SORTED_AT_ONCE, SamplingParams, draw, token_logprobs, uniform
+from genbatch.nif.sampling.draw import (
+    NOT_FINITE,
+    SCORED_AT_ONCE,
+    SORTED_AT_ONCE,
+    DrawTable,
+    SamplingParams,
+    draw,
+    pad_to_chunks,
+    ranked,
+    token_logprobs,
+    uniform,
+)
+
+if TYPE_CHECKING:  # imports Triton, which machines without a GPU need not have
+    from genbatch.nif.kernels.sample import RowEdits
 
 
 class Constraint(Protocol):
@@ -394,3 +410,139 @@ def choice_bytes(num_draws: int, num_rows: int, vocab_size: int) -> int:
 
     draws = num_draws * vocab_size * _DRAWN + at_once(SORTED_AT_ONCE, num_draws) * _SORTED
     return max(draws, at_once(SCORED_AT_ONCE, num_rows) * _SCORED)
+
+
+def choose(
+    logits: torch.Tensor | None, largest: Largest | None, states: Sequence[SamplerState], positions: Sequence[int]
+) -> list[Sampled | SampleFault]:
+    """Choose one token per row on the logits' device; see `sample`. Every device gives the same tokens.
+
+    Args:
+        logits: [R, V] float32; None only if no state reads them.
+        largest: the rows' largest logits; None computes them from the logits.
+    """
+    try:
+        return _choose_all(logits, largest, states, positions)
+    except Exception:
+        # A fault of one state must not fail the other rows' step.
+        # guard: a sampler's fault is its row's
+        return _choose_each(logits, largest, states, positions)
+
+
+def _choose_all(
+    logits: torch.Tensor | None, largest: Largest | None, states: Sequence[SamplerState], positions: Sequence[int]
+) -> list[Sampled | SampleFault]:
+    if largest is not None and not any(state.reads_logits for state in states):
+        return greedy(largest)
+    assert logits is not None, "a sampler reads logits that were not computed"
+    if logits.device.type == "cpu" or find_spec("triton") is None:
+        return sample(logits, states, positions, largest)
+    return sample_on_device(logits, states, positions)
+
+
+def _choose_each(
+    logits: torch.Tensor | None, largest: Largest | None, states: Sequence[SamplerState], positions: Sequence[int]
+) -> list[Sampled | SampleFault]:
+    """Choose row by row, after choosing for all rows together raised.
+
+    Raises:
+        Exception: every one of several rows raised, so the cause is not in a single row.
+    """
+    drawn: list[Sampled | SampleFault] = []
+    errors: list[Exception] = []
+    for row, (state, position) in enumerate(zip(states, positions, strict=True)):
+        one = None if logits is None else logits[row : row + 1]
+        try:
+            drawn += _choose_all(one, None if largest is None else largest.rows([row]), [state], [position])
+        except Exception as error:
+            errors.append(error)
+            drawn.append(SampleFault(f"choosing a token failed: {error!r}"))
+    if len(errors) == len(states) > 1:
+        raise errors[0]
+    return drawn
+
+
+def sample_on_device(
+    logits: torch.Tensor, states: Sequence[SamplerState], positions: Sequence[int]
+) -> list[Sampled | SampleFault]:
+    """Choose one token per row on a GPU; arguments, order of operations and results are those of `sample`.
+
+    A step makes one copy to the device and one copy back. Log-probabilities and masks of constraints take one more
+    copy each.
+    """
+    assert logits.shape[0] == len(states) == len(positions)
+    if not states:
+        return []
+    with on_device(logits.device):
+        return _sample_on_device(logits, states, positions)
+
+
+def _sample_on_device(
+    logits: torch.Tensor, states: Sequence[SamplerState], positions: Sequence[int]
+) -> list[Sampled | SampleFault]:
+    from genbatch.nif.kernels.sample import NONE, draw_tokens, edit_logits
+
+    raw = logits
+    if any(state.edits for state in states):
+        logits = edit_logits(logits, [row_edits(state) for state in states])
+        forbid(logits, [state.constraint for state in states])
+    draws = DrawTable([state.params for state in states]).at(positions)
+    tokens = draw_tokens(logits, draws.to(logits.device, non_blocking=True))
+    healthy = raw.amax(dim=1).isfinite()
+    host = torch.stack((tokens, healthy.long())).tolist()
+    results: list[Sampled | SampleFault] = []
+    for state, token, fine in zip(states, *host, strict=True):
+        if not fine:
+            results.append(SampleFault(NOT_FINITE))
+        elif token == NONE:
+            results.append(nothing_left(state))
+        else:
+            results.append(Sampled(token))
+    return _with_logprobs(raw, states, results)
+
+
+def row_edits(state: SamplerState) -> "RowEdits":
+    """Convert a state's penalties, biases and suppressions to the arguments of `edit_logits`."""
+    params = state.params
+    counts = state.output_counts
+    bias_ids, bias = state.bias
+    ids, place = np.unique(
+        np.concatenate((state.seen_ids, bias_ids, state.suppressed_ids)).astype(np.int64), return_inverse=True
+    )
+    factors, added = np.ones(len(ids), np.float32), np.zeros(len(ids), np.float32)
+    seen, biased = place[: len(counts)], place[len(counts) : len(counts) + len(bias_ids)]
+    factors[seen] = params.repetition_penalty
+    added[seen] = -(params.frequency_penalty * counts + params.presence_penalty * (counts > 0))
+    added[biased] += bias
+    added[place[len(counts) + len(bias_ids) :]] = -np.inf
+    return ids, factors, added
+
+
+def _with_logprobs(
+    logits: torch.Tensor, states: Sequence[SamplerState], results: list[Sampled | SampleFault]
+) -> list[Sampled | SampleFault]:
+    """Add log-probabilities of the model's own logits to the rows that report them."""
+    from genbatch.nif.kernels.sample import gather_logprobs
+
+    wanted = [
+        (row, result.token_id, number)
+        for row, (state, result) in enumerate(zip(states, results, strict=True))
+        if isinstance(result, Sampled) and (number := state.params.logprobs) is not None
+    ]
+    if not wanted:
+        return results
+    rows = [row for row, _, _ in wanted]
+    chosen_logits = logits[rows]
+    chosen = torch.tensor([[token] for _, token, _ in wanted], device=logits.device)
+    most = min(max(number for _, _, number in wanted), logits.shape[1])
+    ids = chosen
+    if most:
+        # Shift the logits so that none is above 0, as `ranked` requires; ties then rank as on the host.
+        below_best = chosen_logits - chosen_logits.amax(dim=1, keepdim=True)
+        ids = torch.cat((chosen, ranked(pad_to_chunks(below_best), most)[1]), dim=1)
+    logprobs = gather_logprobs(chosen_logits, ids)
+    results = list(results)
+    for (row, token, number), names, values in zip(wanted, ids.tolist(), logprobs.tolist(), strict=True):
+        top = tuple(zip(names[1 : 1 + number], values[1 : 1 + number], strict=True))
+        results[row] = Sampled(token, values[0], top)
+    return results

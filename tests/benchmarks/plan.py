@@ -5,8 +5,7 @@ import sys
 import time
 
 from genbatch.actors.scheduling.request import LlmRequest, Phase
-from genbatch.actors.scheduling.scheduler import SchedulerPolicy, normalize_output
-from genbatch.actors.scheduling.spec import SchedulerOptions, build_scheduler
+from genbatch.actors.scheduling.scheduler import SchedulerOptions, SchedulerPolicy, build_scheduler, normalize_output
 
 RUNNING, WAITING, BLOCK_SIZE, NUM_BLOCKS = 256, 1000, 16, 20_000
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from genbatch.proto.codec import REQUEST_LIMITS, RESPONSE_LIMITS, why_unsendable
-from genbatch.proto.drawn import DrawnTokens
 from genbatch.proto.errors import (
     Cancelled,
     FrameTooLarge,
@@ -38,6 +37,7 @@ from genbatch.proto.rpc import (
     token_message,
     tokens_message,
 )
+from genbatch.proto.validation import DrawnTokens
 
 
 def pack(message: Any) -> bytes:

@@ -16,7 +16,6 @@ import msgpack
 import msgspec
 
 from genbatch.proto.codec import to_generate_request
-from genbatch.proto.drawn import DrawnTokens
 from genbatch.proto.errors import EngineLost, InvalidRequest, QueueFull
 from genbatch.proto.messages import (
     Drained,
@@ -49,6 +48,7 @@ from genbatch.proto.rpc import (
     tokens_message,
 )
 from genbatch.proto.schema import wire_schema
+from genbatch.proto.validation import DrawnTokens
 
 VECTORS = Path(__file__).parent.parent.parent / "proto" / "vectors"
 CURRENT = VECTORS / "current.json"

@@ -19,9 +19,8 @@ from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.fleet.fleet import FleetLimits
 from genbatch.actors.fleet.routing import ScaleRule
-from genbatch.actors.gateways.connection_limit import MAX_HALF_MESSAGES, MessageRoom
+from genbatch.actors.gateways.accepting import MAX_HALF_MESSAGES, MessageRoom, Peer
 from genbatch.actors.gateways.dispatcher import Dispatcher
-from genbatch.actors.gateways.peers import Peer
 from genbatch.actors.gateways.rpc_gateway import SWEEP_S, RPCConnection, check_connection
 from genbatch.actors.gateways.session import CallHost
 from genbatch.actors.service.options import ServiceOptions

@@ -5,7 +5,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from genbatch.actors.batcher.output import Output, OutputRules
+from genbatch.actors.batcher.generation import Output, OutputRules
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.sampler import Sampled, SamplerState, sample

@@ -19,9 +19,8 @@ import trio
 
 from genbatch.actors.batcher.batcher import Batcher
 from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.gateways.connection_limit import MAX_HALF_MESSAGES, MessageRoom
+from genbatch.actors.gateways.accepting import MAX_HALF_MESSAGES, MessageRoom, Peer
 from genbatch.actors.gateways.dispatcher import Dispatcher
-from genbatch.actors.gateways.peers import Peer
 from genbatch.actors.gateways.rpc_gateway import SWEEP_S, RPCConnection, check_connection
 from genbatch.actors.gateways.session import CallHost
 from genbatch.actors.runtime.actor import start

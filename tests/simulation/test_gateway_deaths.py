@@ -13,9 +13,8 @@ import trio
 from genbatch.actors.batcher.batcher import Batcher
 from genbatch.actors.engine.link import EngineSession
 from genbatch.actors.engine.remote_batcher import RemoteBatcher
-from genbatch.actors.gateways.connection_limit import MAX_HALF_MESSAGES, MessageRoom
+from genbatch.actors.gateways.accepting import MAX_HALF_MESSAGES, MessageRoom, Peer
 from genbatch.actors.gateways.dispatcher import Dispatcher
-from genbatch.actors.gateways.peers import Peer
 from genbatch.actors.gateways.rpc_gateway import RPCConnection
 from genbatch.actors.gateways.session import CallHost
 from genbatch.actors.runtime.actor import start

@@ -9,7 +9,7 @@ import torch
 import trio
 
 from genbatch.actors.batcher.options import QUEUE_PER_SLOT, BatcherOptions
-from genbatch.actors.scheduling.fair_share import OUTPUT_WEIGHT, PROMPT_WEIGHT
+from genbatch.actors.scheduling.request import OUTPUT_WEIGHT, PROMPT_WEIGHT
 from genbatch.clients.bench.runs import percentile
 from genbatch.nif.models.loaded_model import Model
 from genbatch.proto.errors import QueueFull

@@ -18,9 +18,8 @@ from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.stepper import EngineFault
 from genbatch.actors.engine.link import EngineConnection, EngineSession
 from genbatch.actors.engine.remote_batcher import CANCEL_GRACE_S, RemoteBatcher
-from genbatch.actors.gateways.connection_limit import MAX_HALF_MESSAGES, MessageRoom
+from genbatch.actors.gateways.accepting import MAX_HALF_MESSAGES, MessageRoom, Peer
 from genbatch.actors.gateways.dispatcher import Dispatcher
-from genbatch.actors.gateways.peers import Peer
 from genbatch.actors.gateways.rpc_gateway import SWEEP_S, RPCConnection, check_connection
 from genbatch.actors.gateways.session import CallHost
 from genbatch.actors.runtime.actor import start

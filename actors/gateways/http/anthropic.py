@@ -8,10 +8,15 @@ from typing import Any
 import msgspec
 
 from genbatch.actors.batcher.messages import BILLING_HEADER
-from genbatch.actors.gateways.http.bodies import MESSAGES_PATH, describe, to_json
-from genbatch.actors.gateways.http.fields import Fields
-from genbatch.actors.gateways.http.http_request import HTTPRequest, build_request, set_fields
-from genbatch.actors.gateways.http.thinking import ThinkingFields, ThinkingParams
+from genbatch.actors.gateways.http.bodies import (
+    MESSAGES_PATH,
+    HTTPRequest,
+    build_request,
+    describe,
+    set_fields,
+    to_json,
+)
+from genbatch.actors.gateways.http.fields import Fields, ThinkingFields, ThinkingParams
 from genbatch.proto.errors import GenbatchError, InvalidRequest
 from genbatch.proto.messages import Result, Token, Usage
 

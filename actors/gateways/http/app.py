@@ -31,7 +31,6 @@ from genbatch.actors.gateways.http.batch_endpoints import BatchEndpoints, BatchF
 from genbatch.actors.gateways.http.batch_runner import BatchRunner
 from genbatch.actors.gateways.http.bodies import JSON, Refusal, api_response, decode_json, renamed
 from genbatch.actors.gateways.http.fields import Fields
-from genbatch.actors.gateways.http.front import Front
 from genbatch.actors.gateways.http.generating import Generating, Messages, NewFields, Responses
 from genbatch.actors.gateways.http.llama_cpp import (
     InfillFields,
@@ -60,7 +59,7 @@ from genbatch.actors.gateways.http.openai_request import (
     read_messages,
 )
 from genbatch.actors.gateways.http.responses import ResponseFields
-from genbatch.actors.gateways.http.service_calls import HTTPCalls, OpenCalls
+from genbatch.actors.gateways.http.service_calls import Front, HTTPCalls, OpenCalls
 from genbatch.actors.gateways.http.text_endpoints import (
     ClassifyFields,
     EmbeddingFields,

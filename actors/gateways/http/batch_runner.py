@@ -1,7 +1,8 @@
 """BatchRunner: evaluates the requests of stored batches where live traffic leaves room.
 
-One batch at a time, the oldest first. Its requests go through the same endpoints as those of the network, with the
-lowest priority, and only while no request waits and a sequence is free beside one that is kept for newcomers.
+One batch at a time, the oldest first. Its requests go through the same endpoints as those of the network, without a
+socket (`post`). They have the lowest priority, and run only while no request waits and a sequence is free beside one
+that is kept for newcomers.
 """
 
 import json
@@ -15,7 +16,6 @@ import msgspec
 import trio
 from starlette.types import ASGIApp
 
-from genbatch.actors.gateways.http.asgi_call import post
 from genbatch.actors.gateways.http.batch_store import OPEN, Batch, BatchStore, Status
 from genbatch.actors.gateways.http.bodies import Refusal
 from genbatch.actors.gateways.http.service_calls import OURSELVES, HTTPCaller, HTTPCalls
@@ -23,6 +23,49 @@ from genbatch.proto.errors import GenbatchError
 from genbatch.proto.validation import MAX_PRIORITY
 
 logger = logging.getLogger(__name__)
+
+
+async def post(app: ASGIApp, path: str, body: bytes, state: dict[str, Any]) -> tuple[int, bytes]:
+    """The status and the body that the application answers a POST with.
+
+    Args:
+        path: of the endpoint.
+        body: JSON.
+        state: what the server hands to the application.
+    """
+    received = [{"type": "http.request", "body": body, "more_body": False}]
+    status, answer = 0, bytearray()
+
+    async def receive() -> Any:
+        if not received:
+            await trio.sleep_forever()  # this client never disconnects
+        return received.pop()
+
+    async def send(message: Any) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+        elif message["type"] == "http.response.body":
+            answer.extend(message.get("body", b""))
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+        "client": ("127.0.0.1", 0),
+        "server": ("127.0.0.1", 80),
+        "state": state,
+    }
+    await app(scope, receive, send)
+    return status, bytes(answer)
+
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 """What a batch may ask."""

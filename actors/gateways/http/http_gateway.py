@@ -1,33 +1,418 @@
-"""HTTPGateway: OpenAI's API and a page to try it, over HTTP/1.1.
+"""HTTPGateway: OpenAI's API and a page to try it, over HTTP/1.1 and HTTP/1.0.
 
     gateway = HTTPGateway(Dispatcher(batcher), parse_http_address(":8000"))
     await nursery.start(gateway.run)
     print(gateway.address)
 
-Listening, TLS, the number of connections and the end of all of them are here; a connection's own life is in
-`connection.py`.
+The gateway listens, speaks TLS, bounds the number of connections and ends them all. An HTTPConnection is the life of
+one client's connection:
+
+           ┌────────────────────── keep-alive ◄──────────────────────┐
+           ▼                                                         │
+    _next_request ──► _scope ──► application ──► _can_continue ──────┴──► _close
+       IDLE_S,          │         _receive: the body, then "the client has gone"
+       HEADERS_S        │         _send: the response
+                        └──► _refuse ──► _close
+
+One task serves the connection. The application runs in this task, and its return is the only thing that leads on: to
+the next request or to the close. Only an application that asks (`_receive`) learns that the client has gone. h11
+parses, and knows whether the connection may be kept.
 """
 
 import logging
+import math
+import os
+import socket
 import ssl
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from email.utils import formatdate
+from functools import lru_cache
+from http import HTTPStatus
 from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
 
+import h11
 import trio
+from starlette.types import ASGIApp, Message
 
-from genbatch.actors.gateways.accepting import accept_from
+from genbatch.actors.gateways.accepting import ConnectionLimit, Seat, accept_from, has_hung_up, max_connections
 from genbatch.actors.gateways.addresses import HTTPAddress
-from genbatch.actors.gateways.connection_limit import ConnectionLimit, Seat, max_connections
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.http.app import make_app, make_metrics_app
 from genbatch.actors.gateways.http.batch_runner import BatchRunner
 from genbatch.actors.gateways.http.batch_store import BatchStore
-from genbatch.actors.gateways.http.connection import HTTPConnection, Peers
+from genbatch.actors.gateways.http.bodies import Refusal, api_response
 from genbatch.actors.gateways.http.service_calls import HTTPCalls, OpenCalls
 from genbatch.actors.gateways.listening import Door, ListeningSockets, as_listeners
 from genbatch.actors.security.key_files import AddressError
 from genbatch.actors.security.security import Security, check_bind
+from genbatch.proto.errors import EngineError, GenbatchError
 
 logger = logging.getLogger(__name__)
+
+# Seconds that a connection may be idle between two requests, and that a request's headers may take.
+IDLE_S = HEADERS_S = 15.0
+# Bytes of a request's headers, and of a line of a chunked body.
+MAX_HEADER_BYTES = 16 * 1024
+# Seconds in which a client must make room for the next part of a response.
+STALLED_S = 10.0
+# What is still read of a body that the application did not want: a client that still writes would not read why.
+MAX_UNREAD_BYTES, MAX_UNREAD_S = 16 * 2**20, 5.0
+# Bytes of later requests that are read while one is answered.
+MAX_EARLY_BYTES = 64 * 1024
+# Seconds between two looks at whether a half-closed connection has been closed.
+LOOK_S = 0.2
+# Seconds until a half-closed connection is probed a second time; then twice as many, and so on.
+PROBE_S = 1.0
+READ_BYTES = 64 * 1024
+EVENT_COMMENT = b":\n\n"
+
+HTTP_1_0 = b"1.0"
+VERSIONS = frozenset((b"1.1", HTTP_1_0))
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """Both ends of a connection, as ASGI names them."""
+
+    scheme: str
+    client: tuple[str, int] | None
+    server: tuple[str, int] | None
+
+    @classmethod
+    def of(cls, socket: trio.socket.SocketType, scheme: str) -> "Peers":
+        """Raises:
+        OSError: the client has gone.
+        """
+        return cls(scheme, socket.getpeername()[:2], socket.getsockname()[:2])
+
+
+class HTTPConnection:
+    """Serves one connection's requests, one after another.
+
+    Args:
+        stream: the bytes; after the handshake, where TLS is used.
+        socket: the socket below the stream.
+        app: the ASGI application. It finds `seat` in the scope's state.
+        peers: both ends.
+        seat: the connection's place.
+    """
+
+    def __init__(
+        self, stream: trio.abc.Stream, socket: trio.socket.SocketType, app: ASGIApp, peers: Peers, seat: Seat
+    ) -> None:
+        self._stream = stream
+        self._socket = socket
+        self._app = app
+        self._peers = peers
+        self._seat = seat
+        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEADER_BYTES)
+        self._sending = trio.Lock()
+        self._waiting: trio.CancelScope | None = None  # while there is no request
+        self._is_last = False  # no further request is read
+        self._is_retiring = False  # the next answer says that no further request is read
+        self._is_refused = False  # what the client sends is not understood
+        self._has_ended = False  # the client sends no more
+        self._is_broken = False  # nothing more can be sent
+        self._start_request(b"")
+
+    def _start_request(self, method: bytes) -> None:
+        self._method = method
+        self._is_body_read = False
+        self._head = b""  # of the response; it is sent with the first part of the body
+        self._has_events = False  # the response's body is a stream of whole events
+
+    async def serve(self) -> None:
+        """Returns when the connection is closed."""
+        try:
+            while not self._is_last and await self._serve_request():
+                pass
+        finally:
+            await self._close()
+
+    def stop(self) -> None:
+        """Closes the connection after the request that is under way, or now if there is none."""
+        self._is_last = True
+        if self._waiting is not None:
+            self._waiting.cancel()
+
+    def retire(self) -> None:
+        """Close the connection after the next answer and say so in its headers. A request on its way is served."""
+        self._is_retiring = True
+
+    # One request
+
+    async def _serve_request(self) -> bool:
+        """Whether the connection may be kept."""
+        try:
+            request = await self._next_request()
+            self._waiting = None
+            if request is None:
+                return False
+            self._start_request(request.method)
+            scope = self._scope(request)
+        except Refusal as error:
+            await self._refuse(error)
+            return False
+        try:
+            await self._app(scope, self._receive, self._send)
+        except Exception:
+            # What one request brought about must not end the others.
+            logger.exception("a request failed")
+            if self._http.our_state is h11.SEND_RESPONSE:
+                await self._refuse(EngineError("the service failed at this request"))
+        return await self._can_continue()
+
+    async def _next_request(self) -> h11.Request | None:
+        """The next request's head; None if there is no further request.
+
+        Raises:
+            Refusal: it is no request, or does not arrive.
+        """
+        with trio.move_on_after(IDLE_S) as waiting:
+            self._waiting = waiting
+            if not self._http.trailing_data[0] and not self._has_ended:
+                await self._read()
+            waiting.deadline = trio.current_time() + HEADERS_S
+            event = await self._next_event()
+            return event if isinstance(event, h11.Request) else None
+        if self._http.trailing_data[0] and not self._is_last:
+            raise Refusal(408, "timeout", f"the headers did not arrive within {HEADERS_S:g} s")
+        return None
+
+    def _scope(self, request: h11.Request) -> dict[str, Any]:
+        """The request as ASGI describes it.
+
+        Raises:
+            Refusal: it is not served.
+        """
+        headers = list(request.headers)
+        _check_framing(request.http_version, {name for name, _ in headers})
+        target = request.target
+        if target.lower().startswith((b"http://", b"https://")):  # as for a proxy: it says more than the Host header
+            host, target = _split_target(target)
+            headers = [(name, value) for name, value in headers if name != b"host"] + [(b"host", host)]
+        path, _, query = target.partition(b"?")
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": request.http_version.decode(),
+            "method": request.method.decode("ascii").upper(),
+            "scheme": self._peers.scheme,
+            "path": unquote(path.decode("ascii")),
+            "raw_path": path,
+            "query_string": query,
+            "root_path": "",
+            "headers": headers,
+            "client": self._peers.client,
+            "server": self._peers.server,
+            "state": {"seat": self._seat},
+        }
+
+    async def _can_continue(self) -> bool:
+        """Reads what is left of the request, and makes ready for the next; whether there may be one."""
+        if self._is_broken or self._http.our_state is not h11.DONE:
+            return False  # it was cut short, or the headers of one side say that this was the last
+        with suppress(Refusal), trio.move_on_after(MAX_UNREAD_S):
+            await self._discard()
+        if self._http.their_state is not h11.DONE:
+            return False
+        self._http.start_next_cycle()
+        self._start_request(b"")
+        return True
+
+    async def _discard(self) -> None:
+        """Reads the body to its end, or so much of it that there is no sense in waiting for its end."""
+        size = 0
+        while not self._is_body_read and size <= MAX_UNREAD_BYTES:
+            size += len((await self._next_part())["body"])
+
+    # What the application calls
+
+    async def _receive(self) -> Message:
+        """The next part of the body; after the last one "http.disconnect", once the client has gone.
+
+        Raises:
+            Refusal: the body's form is wrong.
+        """
+        if self._is_body_read:
+            await self._wait_until_gone()
+            return {"type": "http.disconnect"}
+        if self._http.they_are_waiting_for_100_continue:
+            await self._transmit(lambda: self._http.send(h11.InformationalResponse(status_code=100, headers=[])))
+        return await self._next_part()
+
+    async def _next_part(self) -> Message:
+        event = await self._next_event()
+        if isinstance(event, h11.Data):
+            return {"type": "http.request", "body": bytes(event.data), "more_body": True}
+        self._is_body_read = True  # what trailers say is not used
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def _send(self, message: Message) -> None:
+        """Sends a part of the response. What cannot be sent is dropped: `_receive` tells that the client has gone."""
+        if message["type"] == "http.response.start":
+            headers = [*message.get("headers", ()), *self._more_headers()]
+            self._has_events = any(value.startswith(b"text/event-stream") for _, value in headers)
+            status = HTTPStatus(message["status"])
+            response = h11.Response(status_code=status, reason=status.phrase.encode(), headers=headers)
+            self._head = self._http.send(response)
+            return
+        assert message["type"] == "http.response.body", message["type"]
+        body, is_last = message.get("body", b""), not message.get("more_body", False)
+
+        def encode() -> bytes:
+            data, self._head = self._head, b""
+            if body and self._method != b"HEAD":
+                data += self._http.send(h11.Data(data=body)) or b""
+            if is_last:
+                data += self._http.send(h11.EndOfMessage()) or b""
+            return data
+
+        await self._transmit(encode)
+
+    def _more_headers(self) -> list[tuple[bytes, bytes]]:
+        headers = [(b"date", _date(int(time.time())))]
+        # Nobody knows whether a client that was not told to send its body will send it.
+        is_unsure = self._is_refused or self._http.they_are_waiting_for_100_continue
+        if self._is_last or self._is_retiring or is_unsure or self._http.their_state is h11.ERROR:
+            headers.append((b"connection", b"close"))
+        return headers
+
+    async def _refuse(self, error: GenbatchError) -> None:
+        """Answers in the place of the application."""
+        self._is_refused = True
+        response = api_response(error)
+        head = {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
+        await self._send(head)
+        await self._send({"type": "http.response.body", "body": response.body})
+
+    # The client's end
+
+    async def _wait_until_gone(self) -> None:
+        """Returns once nobody is there to read the answer. A client that sends no more may still read."""
+        while not self._has_ended and len(self._http.trailing_data[0]) < MAX_EARLY_BYTES:
+            await self._read()
+        probe_at, pause_s = trio.current_time() if self._has_ended else math.inf, PROBE_S
+        while not self._is_broken and not has_hung_up(self._socket):
+            if trio.current_time() >= probe_at:  # again and again: the client may go after it has read the last one
+                await self._transmit(self._probe)
+                probe_at, pause_s = trio.current_time() + pause_s, 2 * pause_s
+            await trio.sleep(LOOK_S)
+
+    def _probe(self) -> bytes | None:
+        """Bytes without a meaning; the machine of a client that has closed its end answers them with a reset.
+
+        Before the response "102 Processing", which HTTP/1.1 lets a server send at any time; among events a comment.
+        HTTP/1.0 has neither before the response: there it is a byte of TCP's urgent data, which no reader of the
+        stream sees.
+        """
+        if self._http.our_state is h11.SEND_RESPONSE:
+            if self._http.their_http_version == HTTP_1_0:
+                _send_urgent_byte(self._socket)
+                return None
+            return self._http.send(h11.InformationalResponse(status_code=102, headers=[]))
+        if self._http.our_state is h11.SEND_BODY and self._has_events and not self._head:
+            return self._http.send(h11.Data(data=EVENT_COMMENT))
+        return None
+
+    async def _close(self) -> None:
+        """Ends our side, and reads what the client still sends: closing at once could throw the last answer away."""
+        is_unread = self._is_refused or self._http.their_state in (h11.SEND_BODY, h11.ERROR)
+        if is_unread and not self._is_broken and isinstance(self._stream, trio.abc.HalfCloseableStream):
+            with suppress(trio.BrokenResourceError, trio.ClosedResourceError), trio.move_on_after(MAX_UNREAD_S):
+                await self._stream.send_eof()
+                size = 0
+                while size <= MAX_UNREAD_BYTES and (data := await self._stream.receive_some(READ_BYTES)):
+                    size += len(data)
+        with trio.move_on_after(STALLED_S):  # TLS says goodbye
+            await self._stream.aclose()
+
+    # Bytes
+
+    async def _next_event(self) -> Any:
+        """Raises:
+        Refusal: what has come is not HTTP.
+        """
+        while True:
+            try:
+                event = self._http.next_event()
+            except h11.RemoteProtocolError as error:
+                raise Refusal(error.error_status_hint, "malformed_http", str(error)) from None
+            if event is not h11.NEED_DATA:
+                return event
+            await self._read()
+
+    async def _read(self) -> None:
+        try:
+            data = await self._stream.receive_some(READ_BYTES)
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            data, self._is_broken = b"", True
+        self._has_ended = not data
+        self._http.receive_data(bytes(data))
+
+    async def _transmit(self, encode: Callable[[], bytes | None]) -> None:
+        """Sends bytes of a response, encoded in their turn; a response of which a part was not sent is broken."""
+        async with self._sending:
+            if self._is_broken:
+                return
+            data = encode()
+            if not data:
+                return
+            is_sent = False
+            try:
+                with suppress(trio.BrokenResourceError, trio.ClosedResourceError), trio.move_on_after(STALLED_S):
+                    await self._stream.send_all(data)
+                    is_sent = True
+            finally:
+                self._is_broken = not is_sent
+            if self._is_broken:
+                await trio.aclose_forcefully(self._stream)  # a task that waits to receive is told, too
+
+
+def _send_urgent_byte(borrowed: trio.socket.SocketType) -> None:
+    """Sends a byte beside the stream."""
+    connection = socket.socket(fileno=os.dup(borrowed.fileno()))
+    with connection, suppress(OSError):  # it is gone, or has no room
+        connection.send(b"\n", socket.MSG_OOB | socket.MSG_DONTWAIT)
+
+
+def _check_framing(version: bytes, names: set[bytes]) -> None:
+    """Raises:
+    Refusal: the version is not served, or two parties could disagree on where the body ends.
+    """
+    if version not in VERSIONS:
+        raise Refusal(505, "http_version", "this service speaks HTTP/1.1 and HTTP/1.0, and no other version")
+    if b"transfer-encoding" in names:
+        if version == HTTP_1_0:
+            raise Refusal(400, "malformed_http", "Transfer-Encoding: HTTP/1.0 has no such header")
+        if b"content-length" in names:
+            raise Refusal(400, "malformed_http", "Transfer-Encoding and Content-Length exclude each other")
+
+
+def _split_target(target: bytes) -> tuple[bytes, bytes]:
+    """HOST and PATH?QUERY of an absolute address.
+
+    Raises:
+        Refusal: it is none.
+    """
+    try:
+        parts = urlsplit(target)
+    except ValueError:
+        raise Refusal(400, "malformed_http", "the request's target is no address") from None
+    path = parts.path or b"/"
+    return parts.netloc, path + b"?" + parts.query if parts.query else path
+
+
+@lru_cache(maxsize=1)
+def _date(second: int) -> bytes:
+    """HTTP's form of a time."""
+    return formatdate(second, usegmt=True).encode()
+
 
 # Seconds to shake hands for TLS.
 HANDSHAKE_S = 10.0

@@ -13,16 +13,17 @@ from typing import Any
 
 import msgspec
 
-from genbatch.actors.gateways.http.bodies import describe, to_json
-from genbatch.actors.gateways.http.fields import Fields
-from genbatch.actors.gateways.http.generating import Generating, HTTPAnswer
-from genbatch.actors.gateways.http.http_request import (
+from genbatch.actors.gateways.http.bodies import (
     HTTPRequest,
     LlamaSampling,
     build_request,
+    describe,
     llama_names,
     llama_params,
+    to_json,
 )
+from genbatch.actors.gateways.http.fields import Fields
+from genbatch.actors.gateways.http.generating import Generating, HTTPAnswer
 from genbatch.actors.gateways.http.openai_answer import HEARTBEAT, LOWEST, token_logprob
 from genbatch.actors.gateways.http.openai_request import read_prompts
 from genbatch.actors.gateways.http.service_calls import HTTPCaller, TokenTexts

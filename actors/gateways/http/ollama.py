@@ -25,20 +25,24 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from genbatch.actors.gateways.http.bodies import JSON, OLLAMA_PATH, decode_json, describe, renamed, to_json
-from genbatch.actors.gateways.http.fields import Fields
-from genbatch.actors.gateways.http.generating import Generating, HTTPAnswer, NewFields
-from genbatch.actors.gateways.http.http_request import (
+from genbatch.actors.gateways.http.bodies import (
+    JSON,
+    OLLAMA_PATH,
     HTTPRequest,
     LlamaSampling,
     build_request,
+    decode_json,
+    describe,
     llama_names,
     llama_params,
+    renamed,
+    to_json,
 )
+from genbatch.actors.gateways.http.fields import EFFORT_NAMES, Fields, ThinkingParams
+from genbatch.actors.gateways.http.generating import Generating, HTTPAnswer, NewFields
 from genbatch.actors.gateways.http.openai_answer import chat_logprobs, token_logprob
 from genbatch.actors.gateways.http.openai_request import TOOL_FIELDS, is_run_by_client
 from genbatch.actors.gateways.http.service_calls import HTTPCaller, HTTPCalls, OpenCalls, TokenTexts
-from genbatch.actors.gateways.http.thinking import EFFORT_NAMES, ThinkingParams
 from genbatch.proto.errors import GenbatchError, InvalidRequest
 from genbatch.proto.messages import ModelCard, Result, Token, TokenLogprob
 

@@ -5,9 +5,8 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from genbatch.actors.gateways.http.bodies import describe, to_json
+from genbatch.actors.gateways.http.bodies import HTTPRequest, describe, to_json
 from genbatch.actors.gateways.http.custom_tools import InputReader, input_of
-from genbatch.actors.gateways.http.http_request import HTTPRequest
 from genbatch.actors.gateways.http.service_calls import TokenTexts
 from genbatch.proto.errors import GenbatchError
 from genbatch.proto.messages import Choice, GenerateRequest, Result, Token, TokenLogprob, ToolCall, ToolCallDelta, Usage

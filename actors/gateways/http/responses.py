@@ -12,10 +12,9 @@ from typing import Any
 
 import msgspec
 
-from genbatch.actors.gateways.http.bodies import Refusal, describe, to_json
+from genbatch.actors.gateways.http.bodies import HTTPRequest, Refusal, build_request, describe, set_fields, to_json
 from genbatch.actors.gateways.http.custom_tools import InputReader, arguments_of, as_function, input_of
-from genbatch.actors.gateways.http.fields import Fields
-from genbatch.actors.gateways.http.http_request import HTTPRequest, build_request, set_fields
+from genbatch.actors.gateways.http.fields import Fields, ReasoningFields, ThinkingParams
 from genbatch.actors.gateways.http.openai_answer import HEARTBEAT
 from genbatch.actors.gateways.http.openai_request import (
     CUSTOM_FIELDS,
@@ -26,7 +25,6 @@ from genbatch.actors.gateways.http.openai_request import (
     allowed_tools,
     is_run_by_client,
 )
-from genbatch.actors.gateways.http.thinking import ReasoningFields, ThinkingParams
 from genbatch.proto.errors import GenbatchError, InvalidRequest
 from genbatch.proto.messages import Result, Token
 

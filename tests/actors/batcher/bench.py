@@ -8,8 +8,7 @@ import torch
 import trio
 
 from genbatch.actors.batcher.batcher import Batcher
-from genbatch.actors.batcher.kept_logits import Keep
-from genbatch.actors.batcher.messages import Generate
+from genbatch.actors.batcher.messages import Generate, Keep
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.runtime.actor import ActorRef, start
 from genbatch.nif.context import Context

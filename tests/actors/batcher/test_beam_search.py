@@ -10,7 +10,7 @@ import trio
 
 from genbatch.actors.batcher.batcher import Batcher
 from genbatch.actors.batcher.beam_search import BeamSearch
-from genbatch.actors.batcher.kept_logits import Keep
+from genbatch.actors.batcher.messages import Keep
 from genbatch.actors.scheduling.plan import BatchingType
 from genbatch.actors.scheduling.scheduler import SchedulerPolicy
 from genbatch.nif.models.loaded_model import Model

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from genbatch.actors.batcher.output import Output, OutputRules, Reading
+from genbatch.actors.batcher.generation import Output, OutputRules, Reading
 from genbatch.nif.sampling.sampler import Sampled
 from genbatch.nif.text.tools import HERMES, AnswerReader
 

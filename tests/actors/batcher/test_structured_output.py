@@ -15,7 +15,7 @@ import torch
 import trio
 import trio.testing
 
-from genbatch.actors.batcher.grammars import MAX_REST_S, Grammars
+from genbatch.actors.batcher.arrivals import MAX_REST_S, Grammars
 from genbatch.nif.context.engine import choose_runner
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.models.loaded_model import Model

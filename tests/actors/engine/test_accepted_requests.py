@@ -16,9 +16,9 @@ from genbatch.actors.engine.accepted_requests import (
     AcceptedRequests,
     Stage,
 )
-from genbatch.proto.drawn import DrawnTokens
 from genbatch.proto.errors import DeadlineExceeded, EngineLost, MalformedMessage, Unavailable
 from genbatch.proto.messages import GenerateRequest, Token, ToolCallDelta
+from genbatch.proto.validation import DrawnTokens
 
 
 def ask(prompt: str = "go", **params: Any) -> GenerateRequest:

@@ -20,7 +20,6 @@ from genbatch.actors.runtime.actor import NOREPLY, ActorRef, Down, From, GenServ
 from genbatch.actors.runtime.errors import CallTimeout
 from genbatch.actors.service.processes import Joint
 from genbatch.proto.codec import encode
-from genbatch.proto.drawn import DrawnTokens
 from genbatch.proto.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -57,6 +56,7 @@ from genbatch.proto.rpc import (
     notification,
     tokens_message,
 )
+from genbatch.proto.validation import DrawnTokens
 
 CARD = ModelCard(
     id="m", n_ctx=64, n_parallel=2, vocab_size=9, dtype="float32", quantize="none", runner="torch", device="cpu"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from genbatch.actors.fleet.fairness import Accounts, Line, Waiter
-from genbatch.actors.scheduling.fair_share import FairShare
+from genbatch.actors.scheduling.request import FairShare
 from genbatch.proto.errors import EngineError, GenbatchError, QueueFull, Unavailable
 from genbatch.proto.messages import TokenizeRequest
 from tests.actors.fleet.test_fleet import CARD, Asked, Scripted, fleet_of

@@ -11,7 +11,6 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from genbatch.actors.batcher.messages import Embed, Embedded, Generate
 from genbatch.actors.fleet.fleet import Fleet, FleetLimits, ReplicaPhase
 from genbatch.actors.fleet.routing import build_router
-from genbatch.proto.drawn import DrawnTokens
 from genbatch.proto.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -41,6 +40,7 @@ from genbatch.proto.messages import (
     TokenizeRequest,
     Usage,
 )
+from genbatch.proto.validation import DrawnTokens
 
 CARD = ModelCard(
     id="m", n_ctx=512, n_parallel=2, vocab_size=99, dtype="float32", quantize="none", runner="x", device="cpu"

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from genbatch.actors.gateways.connection_limit import ConnectionLimit, MessageRoom, max_connections
+from genbatch.actors.gateways.accepting import ConnectionLimit, MessageRoom, max_connections
 
 
 def test_a_newcomer_pushes_out_the_one_that_was_silent_longest() -> None:

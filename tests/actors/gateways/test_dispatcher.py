@@ -7,6 +7,7 @@ import pytest
 import trio
 import trio.testing
 
+from genbatch.actors.gateways.accepting import Peer
 from genbatch.actors.gateways.dispatcher import (
     MAX_TEXT_BYTES,
     MAX_TEXT_CALLS,
@@ -14,7 +15,6 @@ from genbatch.actors.gateways.dispatcher import (
     TEXT_TURN_BYTES,
     Dispatcher,
 )
-from genbatch.actors.gateways.peers import Peer
 from genbatch.actors.gateways.session import CallHost, Outbox, RPCSession
 from genbatch.actors.runtime.actor import NOREPLY, From, GenServer, reply, start
 from genbatch.actors.runtime.supervisor import Registry

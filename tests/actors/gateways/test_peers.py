@@ -11,10 +11,10 @@ import zmq
 
 from genbatch.actors.batcher.messages import charged_account
 from genbatch.actors.fleet.fairness import account_in_fleet
+from genbatch.actors.gateways.accepting import GONE, account_of_descriptor, account_of_host, account_of_socket
 from genbatch.actors.gateways.addresses import parse_http_address
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.http.http_gateway import HTTPGateway
-from genbatch.actors.gateways.peers import GONE, account_of_descriptor, account_of_host, account_of_socket
 from genbatch.actors.gateways.rpc_gateway import RPCGateway
 from genbatch.actors.gateways.zeromq_gateway import ZeroMQGateway
 from genbatch.actors.runtime.actor import start

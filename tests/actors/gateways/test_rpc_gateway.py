@@ -14,8 +14,8 @@ import trio
 import trio.testing
 
 from genbatch.actors.gateways import rpc_gateway, session
+from genbatch.actors.gateways.accepting import Peer
 from genbatch.actors.gateways.dispatcher import Dispatcher
-from genbatch.actors.gateways.peers import Peer
 from genbatch.actors.gateways.rpc_gateway import RPCGateway
 from genbatch.actors.gateways.session import CallHost, OpenCall, Outbox, RPCSession
 from genbatch.actors.runtime.actor import start

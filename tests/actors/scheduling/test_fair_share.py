@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genbatch.actors.scheduling.fair_share import MAX_AWAY, OUTPUT_WEIGHT, PROMPT_WEIGHT, FairShare
+from genbatch.actors.scheduling.request import MAX_AWAY, OUTPUT_WEIGHT, PROMPT_WEIGHT, FairShare
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genbatch.actors.scheduling.scheduler import GuaranteedNoEvictScheduler
-from genbatch.actors.scheduling.spec import SchedulerOptions, build_scheduler
+from genbatch.actors.scheduling.scheduler import GuaranteedNoEvictScheduler, SchedulerOptions, build_scheduler
 from tests.actors.scheduling.real_blocks import Loop, RealBlocks, request
 
 # The document's text, its indentation restored and one import put before it; nothing else is changed.

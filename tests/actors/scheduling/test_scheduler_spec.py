@@ -15,10 +15,12 @@ from genbatch.actors.scheduling.scheduler import (
     PrefillFirstScheduler,
     RequestScheduler,
     SchedulerError,
+    SchedulerOptions,
     SchedulerPolicy,
     SimpleScheduler,
+    build_scheduler,
+    check_scheduler,
 )
-from genbatch.actors.scheduling.spec import SchedulerOptions, build_scheduler, check_scheduler
 from tests.actors.scheduling.real_blocks import Loop, RealBlocks, request
 
 

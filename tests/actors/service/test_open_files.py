@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from genbatch import SyncZeroMQClient
-from genbatch.actors.gateways.connection_limit import AMPLE_FILES, LEAST_FILES, allow_files
+from genbatch.actors.gateways.accepting import AMPLE_FILES, LEAST_FILES, allow_files
 from tests.actors.service.running_service import TIMEOUT_S, RunningService
 
 NO_LIMIT = resource.RLIM_INFINITY

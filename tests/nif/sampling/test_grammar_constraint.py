@@ -185,13 +185,13 @@ def test_the_cache_is_bounded_and_each_owner_has_its_own(compiler: GrammarCompil
     assert set(compiler._cached) != before
 
 
-@pytest.mark.parametrize("name", ["sampler", "device_sampler"])
+@pytest.mark.parametrize("name", ["host", "device"])
 def test_both_samplers_keep_to_the_constraint_and_leave_other_rows_alone(
     compiler: GrammarCompiler, model: Model, name: str
 ) -> None:
     draw = sample
-    if name == "device_sampler":
-        from genbatch.nif.sampling.device_sampler import sample as draw  # through Triton's interpreter without a GPU
+    if name == "device":
+        from genbatch.nif.sampling.sampler import sample_on_device as draw  # through Triton's interpreter without a GPU
     logits = torch.randn(4, model.vocab_size, generator=torch.manual_seed(0))
     raw = logits.clone()
     greedy, warm = SamplingParams(seed=1, logprobs=0), SamplingParams(seed=1, temperature=3.0)

@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.responses import Response
 
-from genbatch.actors.gateways.connection_limit import Seat
-from genbatch.actors.gateways.http import connection
+from genbatch.actors.gateways.accepting import Seat
+from genbatch.actors.gateways.http import http_gateway
 from genbatch.actors.gateways.http.bodies import Refusal, api_response
-from genbatch.actors.gateways.http.connection import HTTPConnection, Peers
+from genbatch.actors.gateways.http.http_gateway import HTTPConnection, Peers
 from tests.actors.gateways.http.serving import ServedHTTP, served_http
 from tests.actors.gateways.http.test_doors import Talking
 from tests.waiting import received_until
@@ -84,12 +84,12 @@ async def test_a_kept_connection_serves_the_next_request_and_ends_when_it_has_be
                 answer += await client.receive_some()
         before = trio.current_time()
         assert await read_all(client) == b""
-        assert trio.current_time() - before == pytest.approx(connection.IDLE_S)
+        assert trio.current_time() - before == pytest.approx(http_gateway.IDLE_S)
 
 
 async def test_headers_have_a_time_in_which_they_must_arrive(autojump_clock: trio.testing.MockClock) -> None:
     async with served_http() as served, await trio.open_tcp_stream("127.0.0.1", served.port) as client:
-        with trio.move_on_after(connection.IDLE_S):
+        with trio.move_on_after(http_gateway.IDLE_S):
             for byte in GET.encode():
                 await client.send_all(bytes([byte]))
                 await trio.sleep(1.0)
@@ -401,7 +401,7 @@ async def test_a_client_that_does_not_read_is_cut_off(autojump_clock: trio.testi
         async with trio.open_nursery() as nursery:
             nursery.start_soon(served.serve)
             await theirs.send_all(f"{GET}\r\n".encode())
-    assert ends == [pytest.approx(connection.STALLED_S)]
+    assert ends == [pytest.approx(http_gateway.STALLED_S)]
 
 
 async def test_an_application_that_fails_ends_its_own_connection(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from genbatch.actors.batcher.messages import Generate
-from genbatch.actors.gateways.http import front, generating, responses
+from genbatch.actors.gateways.http import generating, responses, service_calls
 from genbatch.actors.gateways.http.anthropic import read_message
 from genbatch.actors.gateways.http.bodies import Refusal
 from genbatch.actors.gateways.http.generating import FORMATS, FillIn
@@ -143,7 +143,7 @@ async def test_more_tools_than_allowed_are_refused_at_every_door(path: str, body
 async def test_every_door_has_the_same_bound_on_bodies_in_its_own_words() -> None:
     async with served_http() as served:
         for path in (RESPONSES, MESSAGES, COUNT):
-            response = await served.client.post(path, content=b" " * (front.MAX_BODY_BYTES + 1))
+            response = await served.client.post(path, content=b" " * (service_calls.MAX_BODY_BYTES + 1))
             assert response.status_code == 413
             expected = "invalid_request_error" if path == RESPONSES else "request_too_large"
             assert response.json()["error"]["type"] == expected

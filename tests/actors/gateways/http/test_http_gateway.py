@@ -16,8 +16,8 @@ import trio.testing
 from starlette.applications import Starlette
 
 from genbatch.actors.gateways.addresses import check_http
-from genbatch.actors.gateways.http import connection, front, generating, http_gateway, service_calls
-from genbatch.actors.gateways.http.front import Front
+from genbatch.actors.gateways.http import generating, http_gateway, service_calls
+from genbatch.actors.gateways.http.service_calls import Front
 from genbatch.actors.security.curve_keys import KeyStore
 from genbatch.actors.security.key_files import InsecureBind, TokenFile, server_context
 from genbatch.actors.security.security import Security
@@ -114,16 +114,16 @@ async def test_what_is_not_here_is_said_in_the_same_shape() -> None:
 async def test_a_body_that_is_too_large_is_refused_even_where_no_endpoint_is() -> None:
     async with served_http() as served:
         for path in (COMPLETION, "/nowhere"):
-            response = await served.client.post(path, content=b" " * (front.MAX_BODY_BYTES + 1))
+            response = await served.client.post(path, content=b" " * (service_calls.MAX_BODY_BYTES + 1))
             assert (response.status_code, response.json()["error"]["code"]) == (413, "frame_too_large")
         # Several times what the server's queue of body parts holds.
-        response = await served.client.post("/nowhere", content=b" " * front.MAX_BODY_BYTES)
+        response = await served.client.post("/nowhere", content=b" " * service_calls.MAX_BODY_BYTES)
         assert response.status_code == 404
 
 
 @pytest.mark.trio
 async def test_a_body_without_end_does_not_keep_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "MAX_UNREAD_BYTES", 1)
+    monkeypatch.setattr(http_gateway, "MAX_UNREAD_BYTES", 1)
     async with served_http() as served, await trio.open_tcp_stream("127.0.0.1", served.port) as client:
         head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {10**9}\r\n\r\n"
         with pytest.raises(trio.BrokenResourceError):
@@ -343,7 +343,7 @@ async def test_a_stop_of_the_gateway_ends_streams_with_a_word() -> None:
 async def test_a_reader_that_falls_too_far_behind_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generating, "MAX_WAITING", 64)
     # Longer than the test: it is not the connection's own patience that ends this.
-    monkeypatch.setattr(connection, "STALLED_S", 3600.0)
+    monkeypatch.setattr(http_gateway, "STALLED_S", 3600.0)
     async with served_http() as served:
         body = json.dumps({"prompt": "hold", "stream": True}).encode()
         head = f"POST {COMPLETION} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -549,8 +549,8 @@ async def test_odd_headers_are_answered_and_no_fault_of_the_service(
 async def test_who_begins_a_body_and_does_not_go_on_is_told_that_its_time_is_over(
     path: str, kind: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(front, "BODY_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(connection, "MAX_UNREAD_S", 0.05)
+    monkeypatch.setattr(service_calls, "BODY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(http_gateway, "MAX_UNREAD_S", 0.05)
     async with served_http() as served, await trio.open_tcp_stream("127.0.0.1", served.port) as client:
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n{{"
         await client.send_all(head.encode())

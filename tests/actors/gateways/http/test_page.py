@@ -15,7 +15,7 @@ import trio
 from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.gateways.http.app import FILES
-from genbatch.actors.gateways.http.front import OPEN_PATHS
+from genbatch.actors.gateways.http.service_calls import OPEN_PATHS
 from genbatch.actors.runtime.actor import From
 from genbatch.actors.security.curve_keys import KeyStore
 from genbatch.actors.service.options import ServiceOptions
