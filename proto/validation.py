@@ -580,8 +580,6 @@ def validate_drawn(drawn: Sequence[DrawnTokens], request: GenerateRequest) -> No
     Raises:
         InvalidRequest: with the path of the first fault.
     """
-    if not drawn:
-        return
     if len(drawn) != request.n:
         raise InvalidRequest("drawn", f"has the tokens of {len(drawn)} choices, the request has n = {request.n}")
     for choice, one in enumerate(drawn):

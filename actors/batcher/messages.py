@@ -152,7 +152,8 @@ def validate_generate(message: Generate, limits: RequestLimits) -> None:
     if not message.client:
         check_types(message.request)
     validate_request(message.request, limits)
-    validate_drawn(message.drawn, message.request)
+    if message.drawn:
+        validate_drawn(message.drawn, message.request)
 
 
 class Embedded(msgspec.Struct, frozen=True, kw_only=True):
