@@ -1,5 +1,4 @@
-/* Large zeroed memory on huge pages: weights and KV blocks are read front to back, with fewer pages to look up.
- * And how large the structs are that Python and C share. */
+/* Large zeroed memory on huge pages: weights and KV blocks are read front to back, with fewer pages to look up. */
 #include <stdlib.h>
 #include <sys/mman.h>
 
@@ -44,13 +43,3 @@ void memory_free(void *p, int64_t bytes)
 }
 
 #endif
-
-int abi_version(void) { return ABI_VERSION; }
-
-/* For the caller to compare with its own idea of the structs. */
-int64_t struct_bytes(int which)
-{
-    const int64_t sizes[] = {sizeof(linear), sizeof(experts), sizeof(recurrence), sizeof(layer),
-                             sizeof(model),  sizeof(cache),   sizeof(step),       sizeof(lora)};
-    return sizes[which];
-}

@@ -12,6 +12,7 @@ import torch
 
 from genbatch.nif.cores import available_cores
 from genbatch.nif.errors import BatchError, OptionError
+from genbatch.nif.native.abi import HEADER
 from genbatch.nif.native.library import (
     KV_BF16,
     KV_F32,
@@ -40,7 +41,7 @@ _KV_DTYPES = {WEIGHT_F32: torch.float32, WEIGHT_BF16: torch.bfloat16, WEIGHT_I8:
 _KEY_LANES = 16  # scores per vector; a block's keys are padded to a multiple
 _HUGE_PAGE, _SMALL_PAGE = 1 << 21, 1 << 12
 _FACTOR_BYTES = 12  # bytes of factors per token in 8 bits: see attention_int8.c
-_LARGEST = np.dtype([("value", np.float32), ("column", np.int32)])  # `largest` of genbatch.h
+_LARGEST = HEADER.dtype("largest")
 
 
 def native_runner(

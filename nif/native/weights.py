@@ -20,6 +20,7 @@ import torch
 from genbatch.nif.errors import TensorError
 from genbatch.nif.models.architecture import Architecture, SomeRows, gated_rows, head_dim_of, kv_heads_of, qkv_names
 from genbatch.nif.models.weight_source import FLOAT_KINDS, FP4_KINDS, FP8_KINDS, StoredTensor
+from genbatch.nif.native.abi import HEADER
 from genbatch.nif.native.library import (
     COLUMNS,
     LORA_COLUMNS,
@@ -296,7 +297,7 @@ class WeightPacker:
         return False not in results
 
 
-_HALF = np.dtype([("first", np.int32), ("count", np.int32), ("at", np.int64)])  # `lora_half` of genbatch.h
+_HALF = HEADER.dtype("lora_half")
 _NOWHERE = -1  # an output that pads
 
 

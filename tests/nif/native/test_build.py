@@ -15,7 +15,8 @@ import torch
 
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.native import build, library
-from genbatch.nif.native.build import NativeUnavailable, build_library, native_flags
+from genbatch.nif.native.abi import HEADER
+from genbatch.nif.native.build import SOURCE_DIRECTORY, NativeUnavailable, build_library, compile_sources, native_flags
 from genbatch.nif.native.model_weights import ModelWeights, check_supported
 from genbatch.nif.native.runner import NativeRunner
 from genbatch.nif.runner import RaggedBatch
@@ -120,13 +121,56 @@ def test_a_library_that_does_not_load_is_a_reason(tmp_path: Path) -> None:
         library.open_library(tmp_path / "library.so")
 
 
-def test_structs_that_differ_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Short(ctypes.Structure):
-        _fields_ = (("kind", ctypes.c_int32),)
+def test_a_library_of_another_interface_is_a_reason(tmp_path: Path) -> None:
+    (tmp_path / "other.c").write_text("int unrelated(void) { return 0; }\n")
+    other = tmp_path / "other.so"
+    compile_sources("cc", ("-shared", "-fPIC"), [tmp_path / "other.c"], other)
+    with pytest.raises(NativeUnavailable, match="memory_allocate"):
+        library.open_library(other)
 
-    monkeypatch.setattr(library, "Linear", Short)
-    with pytest.raises(NativeUnavailable, match="disagree"):
-        library.open_library(build_library())
+
+def test_ctypes_places_every_field_where_the_compiler_does(tmp_path: Path) -> None:
+    mirrors = {
+        "part": library.Part,
+        "linear": library.Linear,
+        "norm": library.Norm,
+        "experts": library.Experts,
+        "recurrence": library.StateLayer,
+        "layer": library.Layer,
+        "table": library.Table,
+        "model": library.ModelStruct,
+        "cache": library.Cache,
+        "step": library.Step,
+        "lora": library.Lora,
+    }
+    lines, expected = [], []
+    for name, mirror in mirrors.items():
+        lines.append(f"(long)sizeof({name})")
+        expected.append(ctypes.sizeof(mirror))
+        for field in (pair[0] for pair in mirror._fields_):
+            lines += [f"(long)offsetof({name}, {field})", f"(long)sizeof((({name} *)0)->{field})"]
+            expected += [getattr(mirror, field).offset, getattr(mirror, field).size]
+    for name in ("largest", "lora_half"):
+        dtype = HEADER.dtype(name)
+        assert dtype.fields is not None
+        lines += [f"(long)sizeof({name})", *(f"(long)offsetof({name}, {field})" for field in dtype.fields)]
+        expected += [dtype.itemsize, *(offset for _, offset, *_ in dtype.fields.values())]
+    calls = "".join(f'    printf("%ld ", {line});\n' for line in lines)
+    source, program = tmp_path / "places.c", tmp_path / "places"
+    source.write_text(f'#include <stdio.h>\n#include "abi.h"\nint main(void) {{\n{calls}    return 0;\n}}\n')
+    subprocess.run(["cc", f"-I{SOURCE_DIRECTORY}", str(source), "-o", str(program)], check=True)
+    printed = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout
+    assert [int(word) for word in printed.split()] == expected
+    assert set(HEADER.structs) == {*mirrors, "largest", "lora_half"}
+
+
+def test_a_function_of_the_header_is_declared_as_c_declares_it() -> None:
+    built = library.open_library(build_library())
+    assert built.pack_u4.restype is ctypes.c_bool
+    assert built.pack_u4.argtypes[3:5] == [ctypes.c_bool, ctypes.c_float]
+    assert built.memory_free.restype is None
+    assert built.engine_step.argtypes == [ctypes.c_void_p, ctypes.POINTER(library.Step), ctypes.c_void_p]
+    assert not built.digits_pay.argtypes
 
 
 def test_what_the_kernels_do_not_compute_is_named(tiny_model: Callable[[str], Model]) -> None:
@@ -215,6 +259,7 @@ tmpfs = ["mount", "-t", "tmpfs", "-o", "mode=700,size=" + ("256k" if kind == "fu
 if subprocess.run(tmpfs, stderr=subprocess.DEVNULL).returncode:
     sys.exit(77)
 from genbatch.nif.native import build, library
+from genbatch.nif.native.abi import HEADER
 
 logging.basicConfig(format="%(message)s")
 if kind != "full":

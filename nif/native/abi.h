@@ -1,0 +1,289 @@
+/* The interface between Python and C: constants, structs and functions. abi.py reads this file, so nothing here is written
+ * twice. It reads plain C: `#define NAME number`, `enum name { A, B };`, `typedef struct { ... } name;` and prototypes. */
+#ifndef ABI_H
+#define ABI_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#define COLUMNS 32 /* output columns of one weight block */
+#define MAX_GROUPS 4 /* layer groups */
+#define MAX_ROPES 2 /* tables of cosines and sines */
+#define MAX_HEAD_DIM 512
+#define LORA_COLUMNS 16 /* outputs whose ranks lie together: one half of a block, gates or ups */
+
+/* Those after WEIGHT_U4 keep the bits of their file: see stored.h. WEIGHT_WIDE is bfloat16 that meets float rows. */
+enum weight_kind {
+    WEIGHT_F32,
+    WEIGHT_BF16,
+    WEIGHT_I8,
+    WEIGHT_U4,
+    WEIGHT_F16,
+    WEIGHT_WIDE,
+    WEIGHT_Q4_0,
+    WEIGHT_Q4_1,
+    WEIGHT_Q5_0,
+    WEIGHT_Q5_1,
+    WEIGHT_Q8_0,
+    WEIGHT_Q2_K,
+    WEIGHT_Q3_K,
+    WEIGHT_Q4_K,
+    WEIGHT_Q5_K,
+    WEIGHT_Q6_K,
+    WEIGHT_IQ4_NL,
+    WEIGHT_IQ4_XS,
+    WEIGHT_G4_32, /* codes of 4 and of 8 bits in groups of so many inputs, as GPTQ, AWQ and compressed-tensors have them */
+    WEIGHT_G4_64,
+    WEIGHT_G4_128,
+    WEIGHT_G8_32,
+    WEIGHT_G8_128,
+    WEIGHT_MXFP4,
+    WEIGHT_NVFP4,
+    WEIGHT_IQ1_S,
+    WEIGHT_IQ1_M,
+    WEIGHT_IQ2_XXS,
+    WEIGHT_IQ2_XS,
+    WEIGHT_IQ2_S,
+    WEIGHT_IQ3_XXS,
+    WEIGHT_IQ3_S,
+    WEIGHT_TQ1_0,
+    WEIGHT_TQ2_0,
+    WEIGHT_N4_32, /* NVFP4 of safetensors: the matrix has a scale beside those of 16 inputs */
+    WEIGHT_N4_128,
+    WEIGHT_F8_32, /* FP8 (E4M3) with a float32 scale for so many inputs */
+    WEIGHT_F8_128,
+    WEIGHT_I24 /* of rows alone: floats as integers of 24 bits, see gemm_stored_digits.c */
+};
+enum kv_kind { KV_F32, KV_BF16, KV_I8 };
+
+/* Outputs of a linear whose weights keep the form of their file. */
+typedef struct {
+    int32_t kind; /* WEIGHT_F32, or one behind WEIGHT_U4 */
+    int32_t n; /* outputs */
+    int32_t column; /* the first of them in the linear */
+    int32_t first_block;
+    const void *weights;
+} part;
+
+/* y = scales * x W^T + bias. Weights lie in blocks of COLUMNS outputs; see each gemm file for the block. */
+typedef struct {
+    int32_t kind; /* with parts: of the rows that they multiply */
+    int32_t n; /* outputs; blocks are padded to a multiple of COLUMNS */
+    int32_t k; /* inputs, padded to a multiple of `group` */
+    int32_t group; /* inputs that share a scale; 1 for float kinds */
+    const void *weights; /* NULL with parts */
+    const float *bias; /* [padded n], or NULL */
+    const float *scales; /* [padded n], of the products; or NULL */
+    const part *parts; /* one for each type of the file, or NULL; two that begin at block 0: gates, and ups */
+    int32_t num_parts;
+    int32_t pad;
+} linear;
+
+enum norm_kind { NORM_RMS, NORM_LAYER };
+enum qk_norm { QK_NONE, QK_HEAD, QK_HEADS, QK_WHOLE }; /* each head by one set of weights, by its own, all as one row */
+enum activation { SILU, GELU, GELU_TANH, RELU_SQUARED, CLAMPED_SWIGLU };
+
+typedef struct {
+    const float *weight; /* NULL: no norm here */
+    const float *bias; /* or NULL */
+} norm;
+
+/* An MLP of which each token takes `chosen` parts. The last `shared` of them are taken by every token. */
+typedef struct {
+    linear router; /* a score per expert that is chosen, then one for those that are shared, if `gated` */
+    const linear *gate_up, *down; /* [count] */
+    int32_t count, chosen;
+    int32_t normalised; /* whether the weights of those chosen sum to 1; else they are shares of all experts' */
+    int32_t shared;
+    int32_t gated; /* whether the shared ones weigh the sigmoid of their score; else 1 */
+    int32_t sigmoid; /* whether a score's weight is its sigmoid, and not its share */
+    int32_t groups, best_groups; /* experts come from the best groups alone; 1 and 1: from all */
+    const float *correction; /* [count - shared], added to weights where experts are chosen; or NULL */
+    const float *scales; /* [count - shared], of each one's weight; or NULL */
+    norm router_norm; /* of the router's input, where it is not the MLP's; or NULL */
+    norm input_norm; /* of the experts' input, with a norm of the router's own */
+    norm sum_norm, beside_norm; /* of the sum of experts, and of what the MLP beside them gives; or NULL: there is none */
+    float scale; /* of the chosen ones' weights */
+    int32_t intermediate; /* of one of them */
+} experts;
+
+/* Heads that each keep a matrix of keys by values, which every token decays and adds to. A token's row of the linear
+ * `inputs` is queries, keys, values (the channels of a short convolution), then a step and, if it `corrects`, a strength
+ * for each head, then gates. */
+typedef struct {
+    linear inputs, out;
+    const float *taps; /* [kernel, channels] */
+    const float *tap_bias; /* [channels], or NULL */
+    const float *rates; /* [heads]: a state decays by exp(rate * softplus(step + its bias)) */
+    const float *step_bias; /* [heads] */
+    const float *skips; /* [heads]: of the value, added to the output; or NULL */
+    const int32_t *places; /* [heads]: where a head's outputs stand among those of all, and its gates */
+    norm gate_norm; /* [heads * value_dim], or none */
+    int32_t kernel, channels, heads, key_heads, key_dim, value_dim;
+    int32_t corrects; /* whether a value's error against the state is added, by norms of keys and queries; else the value */
+    int32_t norm_groups; /* of the outputs, each normed by itself */
+    int32_t gate_first; /* whether the gate comes before the norm */
+    int32_t group, index_in_group; /* as a layer's */
+    float gate_eps; /* of gate_norm */
+    float strength; /* what the sigmoid of a token's strength is multiplied with */
+    int32_t pad;
+} recurrence;
+
+/* A layer attends or convolves (if `qkv` has outputs), or recurs, or both, and adds the sum of both; then it has an MLP or
+ * experts. Either half may be absent. */
+typedef struct {
+    linear qkv, out;
+    linear gate_up, down; /* gate_up: the ups alone where the model has no gates; neither is used with experts */
+    norm attention_norm, mlp_norm; /* of what goes in */
+    norm attention_post, mlp_post; /* of what comes out, before it is added to the residual */
+    norm q_norm, k_norm, v_norm;
+    linear input_gate, input_projection; /* of the layer's own embedding of each token, if the model has some */
+    norm input_post; /* of what the projection gives */
+    const float *sinks; /* [num_heads], a score that takes weight and gives no value; or NULL */
+    const float *taps; /* [window, hidden]: the layer convolves, and qkv gives gates, factors, inputs; NULL: it attends */
+    const float *tap_bias; /* [hidden], or NULL */
+    const recurrence *recurrence; /* or NULL */
+    const experts *experts; /* or NULL */
+    int32_t group; /* layer group, and this layer's place in it */
+    int32_t index_in_group;
+    int32_t window; /* positions attended to; INT32_MAX for all */
+    int32_t rope; /* its table; -1: positions are not rotated */
+    int32_t rotary_dim; /* leading elements of a head that are rotated */
+    int32_t num_kv_heads, key_dim, value_dim; /* heads of keys and values, and their elements */
+    int32_t shares; /* whether it reads what an earlier layer wrote at its place, and `qkv` gives queries alone */
+    int32_t intermediate; /* of the MLP */
+    int32_t sink_tokens; /* first positions that are attended to beside the window */
+    float scale; /* of what the layer gives */
+} layer;
+
+/* Rows of embeddings: WEIGHT_F32 or WEIGHT_BF16, row-major; or blocks as in a part. */
+typedef struct {
+    const void *rows;
+    int32_t kind;
+    int32_t width; /* of a row */
+    int32_t count; /* rows; an id beyond them has the first */
+    float scale;
+} table;
+
+typedef struct {
+    int32_t hidden, intermediate, num_heads, num_layers, vocab_size, num_groups;
+    int32_t norm_kind, qk_norm, activation;
+    int32_t gated; /* whether the MLP multiplies its activations with ups */
+    int32_t parallel; /* whether the MLP reads what attention reads, and not what attention made of it */
+    int32_t interleaved; /* whether neighbours are rotated together, or the halves of what is rotated */
+    int32_t num_ropes;
+    int32_t gated_attention; /* whether `qkv` gives gates too, the sigmoid of which multiplies what attention gives */
+    float norm_eps, score_scale;
+    float score_cap, logit_cap; /* x becomes cap * tanh(x / cap); 0: as it is */
+    float residual_scale; /* of what is added to the residual */
+    float logit_divisor;
+    float gate_slope, gate_limit; /* of CLAMPED_SWIGLU */
+    int32_t layer_width; /* of an embedding that a layer has of its own; 0: none has */
+    float inputs_scale, joined_scale; /* of what `inputs` gives; of its norm and a layer's embedding together */
+    table embedding, layer_embedding; /* the second: all layers' embeddings of a token in one row */
+    linear inputs; /* from a token's embedding to what is added to each layer's own */
+    norm inputs_norm; /* [layer_width] */
+    norm embedding_norm, final_norm;
+    const layer *layers;
+    linear head;
+} model;
+
+/* The blocks of one layer group: [layer in group][block][kv head][keys then values]. */
+typedef struct {
+    uint8_t *base;
+    int64_t layer_stride, block_stride, head_stride, values_offset; /* bytes */
+    int32_t num_blocks;
+    int32_t block_size;
+    int32_t kind;
+    int32_t padded_keys; /* block_size rounded up to 16: the row length of the transposed keys */
+} cache;
+
+/* Of some ranks, and of LORA_COLUMNS outputs that they give to: where b[count][LORA_COLUMNS] begins, in rows. */
+typedef struct {
+    int32_t first, count;
+    int64_t at;
+} lora_half;
+
+/* What an adapter adds to one linear. Matrices side by side, as queries and keys are, have their ranks one after
+ * another. */
+typedef struct {
+    const float *a; /* [ranks, inputs]; NULL: nothing is added */
+    const float *scales; /* [ranks] */
+    const float *b;
+    const lora_half *halves; /* one for every LORA_COLUMNS outputs */
+    int32_t ranks, pad;
+} lora;
+
+enum lora_place { LORA_QKV, LORA_OUT, LORA_GATE_UP, LORA_DOWN, LORA_PLACES }; /* within a layer */
+
+/* A row's largest logit, NaN if the row holds one, and the lowest token id that has it. */
+typedef struct {
+    float value;
+    int32_t column;
+} largest;
+
+typedef struct {
+    int32_t num_tokens, num_entries, num_logit_rows, num_positions; /* the last: rows of cosines and sines */
+    const int64_t *input_ids, *positions; /* [num_tokens] */
+    const int32_t *query_starts, *kv_lens; /* [num_entries + 1], [num_entries] */
+    const int64_t *slots[MAX_GROUPS]; /* [num_tokens] */
+    const int32_t *block_tables[MAX_GROUPS]; /* [num_entries, table_width] */
+    int32_t table_width[MAX_GROUPS];
+    const int64_t *logit_rows; /* [num_logit_rows] */
+    const float *cosines[MAX_ROPES], *sines[MAX_ROPES]; /* [num_positions, rotary_dim / 2] of the layers with the table */
+    float *logits; /* [num_logit_rows, vocab_size], or NULL: not wanted */
+    largest *best; /* [num_logit_rows], or NULL */
+    int32_t num_adapters, lora_ranks; /* the second: most ranks of any linear */
+    const lora *const *adapters; /* [num_adapters][num_layers * LORA_PLACES] */
+    const int32_t *adapter_of; /* [num_tokens], -1: none; NULL without adapters */
+} step;
+
+/* What is wrong with a step; the offending index goes to *where. */
+enum step_error {
+    STEP_OK,
+    STEP_TOKEN_ID, /* where: token */
+    STEP_POSITION, /* where: token */
+    STEP_SLOT, /* where: token */
+    STEP_QUERY_STARTS, /* where: entry */
+    STEP_KV_LEN, /* where: entry */
+    STEP_BLOCK_TABLE, /* where: entry */
+    STEP_LOGIT_ROW, /* where: row */
+    STEP_ADAPTER, /* where: token */
+    STEP_NO_MEMORY,
+};
+
+/* memory.c */
+void *memory_allocate(int64_t bytes); /* zeroed; NULL: the system refused */
+void memory_free(void *memory, int64_t bytes);
+
+/* step.c */
+typedef struct engine engine;
+/* `caches` holds num_groups of them. The model and the caches must outlive the engine. NULL: no memory. */
+engine *engine_create(const model *m, const cache *caches, int num_threads);
+void engine_destroy(engine *e);
+int engine_step(engine *e, const step *s, int64_t *where); /* a step_error */
+int64_t step_bytes(const model *m, const step *s, int threads); /* of a step's buffers; reads only the counts of `s` */
+
+/* recurrence.c */
+int64_t recurrence_bytes(const recurrence *r, int block_size); /* of a block */
+
+/* linear.c: out[count][n] of x[count][size], for tests; nonzero: no memory */
+int linear_probe(const linear *l, const float *x, int64_t count, int64_t size, float *out);
+
+/* pack.c: the blocks [first, end) of a matrix [n, k] go to their places in `out`; false: the form cannot hold the matrix */
+void pack_f32(const float *matrix, int64_t n, int64_t k, int64_t first, int64_t end, float *out);
+void pack_bf16(const float *matrix, int64_t n, int64_t k, int64_t first, int64_t end, uint16_t *out);
+void pack_i8(const float *matrix, int64_t n, int64_t k, int64_t group, int64_t first, int64_t end, uint8_t *out);
+bool pack_u4(const float *matrix, int64_t n, int64_t k, bool nearest, float tolerance, int64_t first, int64_t end,
+             uint8_t *out);
+/* pack_stored.c: the same of rows as a file has them; false: a scale is NaN or infinite */
+bool pack_stored(int kind, const uint8_t *patterns, const uint8_t *const *rows, int64_t n, int64_t k, int64_t first,
+                 int64_t end, uint8_t *out);
+
+/* gemm_stored.c */
+int64_t stored_block_bytes(int kind, int64_t k); /* of COLUMNS outputs */
+void stored_row(int kind, const uint8_t *weights, int64_t k, int column, float *out);
+bool digits_pay(void); /* whether this machine multiplies bytes faster than floats */
+
+#endif
