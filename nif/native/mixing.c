@@ -1,0 +1,222 @@
+/* The half of a layer in which tokens meet: attention, a short convolution or a recurrence, and the linears around them. */
+#include "step.h"
+
+int64_t mixed_width(const model *m, const layer *l)
+{
+    return l->taps ? m->hidden : (int64_t)m->num_heads * l->value_dim;
+}
+
+int64_t mixed_pitch(const model *m, const layer *l)
+{
+    const int64_t queries = (int64_t)m->num_heads * l->key_dim;
+    if (l->taps) return 3 * (int64_t)m->hidden;
+    if (!l->qkv.n) return 0;
+    return (m->gated_attention ? 2 : 1) * queries + (l->shares ? 0 : l->num_kv_heads * (l->key_dim + l->value_dim));
+}
+
+int64_t state_width(const recurrence *r) { return (int64_t)r->heads * r->value_dim; }
+
+int64_t state_pitch(const recurrence *r) { return recurrence_kept(r) + state_width(r); }
+
+static void rope_and_cache_phase(worker *w, const layer *l)
+{
+    engine *e = w->engine;
+    const model *m = e->model;
+    const int D = l->key_dim, heads = l->num_kv_heads, per_head = m->num_heads / heads;
+    int64_t from, to, pitch = mixed_pitch(m, l), count = (int64_t)e->step->num_tokens * heads;
+    while (claim(w, count, grain_of(w, count), &from, &to)) {
+        for (int64_t unit = from; unit < to; unit++) {
+            int64_t t = unit / heads, position = e->step->positions[t];
+            int head = (int)(unit % heads);
+            float *row = e->work.qkv + t * pitch;
+            for (int h = head * per_head; h < (head + 1) * per_head; h++) {
+                norm n = head_norm(m, &l->q_norm, h, D);
+                rope(m, l, e->step, row + h * D, &n, position, m->score_scale);
+            }
+            if (l->shares) continue;
+            float *key = row + (m->num_heads + head) * D;
+            float *value = row + (m->num_heads + heads) * D + head * l->value_dim;
+            norm n = head_norm(m, &l->k_norm, head, D);
+            rope(m, l, e->step, key, &n, position, 1.0f);
+            if (l->v_norm.weight) norm_row(m, &l->v_norm, value, l->value_dim, value);
+            kv_write(&e->caches[l->group], l, head, e->step->slots[l->group][t], key, value);
+        }
+    }
+    phase_end(w);
+}
+
+/* Queries and keys of all heads as one row each. */
+static void whole_norm_phase(worker *w, const layer *l)
+{
+    engine *e = w->engine;
+    const model *m = e->model;
+    const int64_t queries = (int64_t)m->num_heads * l->key_dim, keys = (int64_t)l->num_kv_heads * l->key_dim;
+    int64_t from, to, count = e->step->num_tokens;
+    while (claim(w, count, grain_of(w, count), &from, &to))
+        for (int64_t t = from; t < to; t++) {
+            float *row = e->work.qkv + t * mixed_pitch(m, l);
+            norm_row(m, &l->q_norm, row, queries, row);
+            norm_row(m, &l->k_norm, row + queries, keys, row + queries);
+        }
+    phase_end(w);
+}
+
+/* Attention */
+
+static int family_tiles(const family *f, int per_head)
+{
+    return f->chunks ? 1 : attention_tiles(f->members[0].query_len, per_head);
+}
+
+static void attention_phase(worker *w, const layer *l)
+{
+    engine *e = w->engine;
+    const model *m = e->model;
+    attention a = {.queries = e->work.qkv,
+                   .out = e->work.attended,
+                   .query_stride = mixed_pitch(m, l),
+                   .cache = &e->caches[l->group],
+                   .sinks = l->sinks,
+                   .score_cap = m->score_cap,
+                   .layer = l->index_in_group,
+                   .num_heads = m->num_heads,
+                   .num_kv_heads = l->num_kv_heads,
+                   .key_dim = l->key_dim,
+                   .value_dim = l->value_dim,
+                   .window = l->window,
+                   .sink_tokens = l->sink_tokens};
+    const int per_head = m->num_heads / l->num_kv_heads, families = e->work.num_families[l->group];
+    const family *all = e->work.families[l->group];
+    int64_t tiles = 0, from, to;
+    for (int i = 0; i < families; i++) tiles += family_tiles(&all[i], per_head);
+    /* KV head outermost: families that share a prefix read its blocks one after another, out of L2. */
+    int64_t count = tiles * l->num_kv_heads;
+    while (claim(w, count, grain_of(w, count), &from, &to)) {
+        int64_t tile = from % tiles;
+        int i = 0;
+        for (; tile >= family_tiles(&all[i], per_head); i++) tile -= family_tiles(&all[i], per_head);
+        for (int64_t unit = from; unit < to; unit++) {
+            const family *now = &all[i];
+            const int at = (int)tile, head = (int)(unit / tiles);
+            if (++tile == family_tiles(now, per_head)) tile = 0, i = (i + 1) % families;
+            if (unit + 1 < to && family_tiles(&all[i], per_head) == 1)
+                attention_fetch(&a, &all[i].members[0], (int)((unit + 1) / tiles), 0);
+            if (now->chunks)
+                attention_together(&a, now->members, now->count, now->chunks, head);
+            else
+                attention_tile(&a, &now->members[0], head, at);
+        }
+    }
+    phase_end(w);
+}
+
+/* Convolutions */
+
+static int entry_of(const step *s, int64_t token)
+{
+    int low = 0, high = s->num_entries - 1;
+    while (low < high) {
+        const int middle = (low + high + 1) / 2;
+        if (s->query_starts[middle] <= token)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return low;
+}
+
+static void convolution_phases(worker *w, const layer *l)
+{
+    engine *e = w->engine;
+    const step *s = e->step;
+    const cache *c = &e->caches[l->group];
+    const int64_t hidden = e->model->hidden, pitch = 3 * hidden, count = s->num_tokens;
+    int64_t from, to;
+    while (claim(w, count, grain_of(w, count), &from, &to))
+        for (int64_t t = from; t < to; t++)
+            convolution_write(c, l->index_in_group, hidden, s->slots[l->group][t], e->work.qkv + t * pitch);
+    phase_end(w);
+    while (claim(w, count, grain_of(w, count), &from, &to))
+        for (int64_t t = from; t < to; t++) {
+            const int32_t *table = s->block_tables[l->group] + (int64_t)entry_of(s, t) * s->table_width[l->group];
+            convolution_row(c, l, hidden, table, s->positions[t], e->work.qkv + t * pitch, e->work.attended + t * hidden);
+        }
+    phase_end(w);
+}
+
+/* Recurrences */
+
+static void recurrence_phases(worker *w, const recurrence *r)
+{
+    engine *e = w->engine;
+    const step *s = e->step;
+    const cache *c = &e->caches[r->group];
+    const int64_t pitch = state_pitch(r), width = state_width(r), count = s->num_tokens;
+    float *scratch = e->work.scratch + w->thread * e->work.scratch_size;
+    int64_t from, to, heads = (int64_t)s->num_entries * r->heads;
+    while (claim(w, count, grain_of(w, count), &from, &to))
+        for (int64_t t = from; t < to; t++) recurrence_write(c, r, s->slots[r->group][t], e->work.qkv + t * pitch);
+    phase_end(w);
+    while (claim(w, heads, grain_of(w, heads), &from, &to))
+        for (int64_t unit = from; unit < to; unit++)
+            recurrence_head(c, r, s, (int)(unit / r->heads), (int)(unit % r->heads), scratch, e->work.attended);
+    phase_end(w);
+    while (claim(w, count, grain_of(w, count), &from, &to))
+        for (int64_t t = from; t < to; t++)
+            recurrence_gate(r, e->work.qkv + t * pitch + pitch - width, e->work.attended + t * width);
+    phase_end(w);
+}
+
+/* What attention gives times the gates that stand behind a row's values. */
+static void gate_phase(worker *w, const layer *l)
+{
+    engine *e = w->engine;
+    const int64_t pitch = mixed_pitch(e->model, l), width = mixed_width(e->model, l), count = e->step->num_tokens;
+    int64_t from, to;
+    while (claim(w, count, grain_of(w, count), &from, &to))
+        for (int64_t t = from; t < to; t++)
+            multiply_sigmoid(e->work.qkv + t * pitch + pitch - width, width, e->work.attended + t * width);
+    phase_end(w);
+}
+
+/* The state's half of a layer's mixing: added to x, or left in `branch` where attention's half follows. */
+void recur(worker *w, const layer *l, const stream *all, const stream *kept)
+{
+    engine *e = w->engine;
+    const model *m = e->model;
+    const recurrence *r = l->recurrence;
+    prepare_phase(w, &r->inputs, all->count, &(source){all->x, m->hidden, NULL, &l->attention_norm, NULL});
+    linear_phase(w, &r->inputs, all->count, STORE, e->work.qkv, state_pitch(r));
+    recurrence_phases(w, r);
+    const bool attends = l->qkv.n, at_once = !attends && !m->parallel && added_at_once(m, &l->attention_post, 1.0f);
+    if (!kept->count) return;
+    if (!attends && kept->index) keep_phase(w);
+    prepare_phase(w, &r->out, kept->count, &(source){e->work.attended, state_width(r), kept->index, &no_norm, NULL});
+    linear_phase(w, &r->out, kept->count, at_once ? ADD : STORE, at_once ? kept->x : e->work.branch, m->hidden);
+    if (!at_once && !attends && !m->parallel) join_phase(w, &l->attention_post, 1.0f, kept->x, kept->count);
+}
+
+/* Attention or a short convolution; what a state has left in `branch` is added with it. */
+void attend(worker *w, const layer *l, const stream *all, const stream *kept)
+{
+    engine *e = w->engine;
+    const model *m = e->model;
+    layer_phase(w, l, LORA_QKV, &l->qkv, all->x, m->hidden, NULL, all->count, &l->attention_norm);
+    linear_phase(w, &l->qkv, all->count, STORE, e->work.qkv, mixed_pitch(m, l));
+    if (l->taps) {
+        convolution_phases(w, l);
+    } else {
+        if (m->qk_norm == QK_WHOLE) whole_norm_phase(w, l);
+        rope_and_cache_phase(w, l);
+    }
+    if (!kept->count) return;
+    if (kept->index) keep_phase(w);
+    if (!l->taps) attention_phase(w, l);
+    if (!l->taps && m->gated_attention) gate_phase(w, l);
+    const bool at_once = !m->parallel && !l->recurrence && added_at_once(m, &l->attention_post, 1.0f);
+    const bool adds = at_once || l->recurrence;
+    w->rows = kept->adapted;
+    layer_phase(w, l, LORA_OUT, &l->out, e->work.attended, mixed_width(m, l), kept->index, kept->count, &no_norm);
+    linear_phase(w, &l->out, kept->count, adds ? ADD : STORE, at_once ? kept->x : e->work.branch, m->hidden);
+    if (!at_once && !m->parallel) join_phase(w, &l->attention_post, 1.0f, kept->x, kept->count);
+}

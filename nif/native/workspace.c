@@ -1,0 +1,117 @@
+/* The memory of a step: its buffers lie end to end in one allocation, which grows if need be. */
+#include "step.h"
+
+static int64_t largest_k(const model *m)
+{
+    int64_t k = m->head.k;
+    for (int i = 0; i < m->num_layers; i++) {
+        const layer *l = &m->layers[i];
+        const recurrence *r = l->recurrence;
+        const linear *all[] = {&l->qkv, &l->out, &l->gate_up, &l->down, &l->input_gate, &l->input_projection,
+                               l->experts ? &l->experts->router : &l->qkv, r ? &r->inputs : &l->qkv, r ? &r->out : &l->qkv};
+        for (int j = 0; j < 9; j++) k = all[j]->k > k ? all[j]->k : k;
+    }
+    return k;
+}
+
+/* Of one thread. */
+static int64_t scratch_floats(const model *m)
+{
+    const int64_t row = m->layer_embedding.width > m->hidden ? m->layer_embedding.width : m->hidden;
+    int64_t most = PANEL * COLUMNS + padded(row, 16);
+    for (int i = 0; i < m->num_layers; i++) {
+        const int64_t states = m->layers[i].recurrence ? recurrence_scratch(m->layers[i].recurrence) : 0;
+        most = states > most ? states : most;
+    }
+    return most;
+}
+
+#define LINE 64 /* bytes of a cache line */
+
+/* Where the next buffer goes; without memory the bytes are only counted. */
+typedef struct {
+    uint8_t *memory;
+    int64_t bytes;
+} layout;
+
+/* A buffer on cache lines of its own. */
+static void *take(layout *to, int64_t count, size_t size)
+{
+    void *buffer = to->memory ? to->memory + to->bytes : NULL;
+    to->bytes += padded(count * (int64_t)size, LINE) + LINE;
+    return buffer;
+}
+
+/* Lays out the buffers of a step from `memory` on, or nowhere; the bytes that they take. */
+static int64_t lay_out(const model *m, const step *s, int threads, uint8_t *memory, workspace *w)
+{
+    layout to = {memory, 0};
+    const int64_t T = s->num_tokens, R = s->num_logit_rows;
+    const int64_t count = T > R ? T : R; /* a row may be asked for twice */
+    int64_t width = 0, pitch = 0;
+    for (int i = 0; i < m->num_layers; i++) {
+        const layer *l = &m->layers[i];
+        const recurrence *r = l->recurrence;
+        width = larger(larger(mixed_width(m, l), r ? state_width(r) : 0), width);
+        pitch = larger(larger(mixed_pitch(m, l), r ? state_pitch(r) : 0), pitch);
+    }
+    w->x = take(&to, T * m->hidden, sizeof(float));
+    w->qkv = take(&to, T * pitch, sizeof(float));
+    w->attended = take(&to, T * width, sizeof(float));
+    w->kept = take(&to, R * m->hidden, sizeof(float));
+    w->branch = take(&to, count * m->hidden, sizeof(float));
+    w->inputs = take(&to, T * m->layer_embedding.width, sizeof(float));
+    w->scratch_size = scratch_floats(m);
+    w->scratch = take(&to, threads * w->scratch_size, sizeof(float));
+    w->maxima = take(&to, s->best ? threads * R : 0, sizeof(lane_maxima));
+
+    const expert_sizes x = experts_sizes(m);
+    const int64_t mixed = count * x.chosen, routed = x.chosen ? count : 0; /* rows of experts, rows that have some */
+    w->activated = take(&to, larger(count, mixed) * m->intermediate, sizeof(float));
+    const int64_t operand = larger(mixed * x.k, count * largest_k(m));
+    w->operand = take(&to, operand, sizeof(float));
+    w->factors = take(&to, operand / SMALLEST_GROUP, (size_t)FACTOR_BYTES);
+    w->normed = take(&to, routed * m->hidden, sizeof(float));
+    w->expert_out = take(&to, mixed * m->hidden, sizeof(float));
+    w->expert_k = x.k;
+    w->choice.scores = take(&to, routed * x.count, sizeof(float));
+    w->choice.ids = take(&to, mixed, sizeof(int32_t));
+    w->choice.weights = take(&to, mixed, sizeof(float));
+    w->choice.places = take(&to, mixed, sizeof(int32_t));
+    w->choice.tokens = take(&to, mixed, sizeof(int32_t));
+    w->choice.starts = take(&to, x.count + 1, sizeof(int32_t));
+    w->choice.panels = take(&to, x.count + mixed, sizeof(expert_panel));
+
+    const int64_t adapters = s->num_adapters;
+    w->adapted = take(&to, adapters ? count * m->hidden : 0, sizeof(float));
+    w->lora = (lora_step){s->adapters, take(&to, adapters ? count * s->lora_ranks : 0, sizeof(float)), (int32_t)adapters,
+                          s->lora_ranks};
+    w->lora_tokens.order = take(&to, adapters ? T : 0, sizeof(int32_t));
+    w->lora_tokens.groups = take(&to, adapters, sizeof(lora_group));
+    w->lora_kept.order = take(&to, adapters ? R : 0, sizeof(int32_t));
+    w->lora_kept.groups = take(&to, adapters, sizeof(lora_group));
+
+    for (int g = 0; g < m->num_groups; g++) w->families[g] = take(&to, s->num_entries, sizeof(family));
+    return to.bytes;
+}
+
+bool workspace_reserve(engine *e)
+{
+    workspace counted;
+    const int threads = pool_size(e->pool);
+    const int64_t bytes = lay_out(e->model, e->step, threads, NULL, &counted);
+    if (bytes > e->capacity) {
+        memory_free(e->memory, e->capacity);
+        e->memory = memory_allocate(bytes);
+        e->capacity = e->memory ? bytes : 0;
+        if (!e->memory) return false;
+    }
+    lay_out(e->model, e->step, threads, e->memory, &e->work);
+    return true;
+}
+
+int64_t step_bytes(const model *m, const step *s, int threads)
+{
+    workspace counted;
+    return lay_out(m, s, threads, NULL, &counted);
+}
