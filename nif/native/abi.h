@@ -11,9 +11,10 @@
 #define MAX_GROUPS 4 /* layer groups */
 #define MAX_ROPES 2 /* tables of cosines and sines */
 #define MAX_HEAD_DIM 512
-#define LORA_COLUMNS 16 /* outputs whose ranks lie together: one half of a block, gates or ups */
+#define LORA_COLUMNS 16 /* outputs of half a block (gates or ups), for which an adapter's ranks are stored together */
 
-/* Those after WEIGHT_U4 keep the bits of their file: see stored.h. WEIGHT_WIDE is bfloat16 that meets float rows. */
+/* Formats of weights. Formats after WEIGHT_U4 keep the bits of the file: see stored.h. WEIGHT_WIDE is bfloat16 weights times
+ * float rows. */
 enum weight_kind {
     WEIGHT_F32,
     WEIGHT_BF16,
@@ -33,7 +34,7 @@ enum weight_kind {
     WEIGHT_Q6_K,
     WEIGHT_IQ4_NL,
     WEIGHT_IQ4_XS,
-    WEIGHT_G4_32, /* codes of 4 and of 8 bits in groups of so many inputs, as GPTQ, AWQ and compressed-tensors have them */
+    WEIGHT_G4_32, /* GPTQ, AWQ, compressed-tensors: codes of 4 or 8 bits in groups of so many inputs */
     WEIGHT_G4_64,
     WEIGHT_G4_128,
     WEIGHT_G8_32,
@@ -49,39 +50,39 @@ enum weight_kind {
     WEIGHT_IQ3_S,
     WEIGHT_TQ1_0,
     WEIGHT_TQ2_0,
-    WEIGHT_N4_32, /* NVFP4 of safetensors: the matrix has a scale beside those of 16 inputs */
+    WEIGHT_N4_32, /* NVFP4 of safetensors: a scale for 16 inputs, and one for the matrix */
     WEIGHT_N4_128,
     WEIGHT_F8_32, /* FP8 (E4M3) with a float32 scale for so many inputs */
     WEIGHT_F8_128,
-    WEIGHT_I24 /* of rows alone: floats as integers of 24 bits, see gemm_stored_digits.c */
+    WEIGHT_I24 /* only rows have it: floats as integers of 24 bits, see gemm_stored_digits.c */
 };
 enum kv_kind { KV_F32, KV_BF16, KV_I8 };
 
-/* Outputs of a linear whose weights keep the form of their file. */
+/* Some outputs of a linear, whose weights keep the format of the file. */
 typedef struct {
     int32_t kind; /* WEIGHT_F32, or one behind WEIGHT_U4 */
     int32_t n; /* outputs */
-    int32_t column; /* the first of them in the linear */
+    int32_t column; /* its first output's place in the linear */
     int32_t first_block;
     const void *weights;
 } part;
 
 /* y = scales * x W^T + bias. Weights lie in blocks of COLUMNS outputs; see each gemm file for the block. */
 typedef struct {
-    int32_t kind; /* with parts: of the rows that they multiply */
+    int32_t kind; /* a weight_kind; with parts, the format of the rows */
     int32_t n; /* outputs; blocks are padded to a multiple of COLUMNS */
     int32_t k; /* inputs, padded to a multiple of `group` */
     int32_t group; /* inputs that share a scale; 1 for float kinds */
     const void *weights; /* NULL with parts */
     const float *bias; /* [padded n], or NULL */
-    const float *scales; /* [padded n], of the products; or NULL */
-    const part *parts; /* one for each type of the file, or NULL; two that begin at block 0: gates, and ups */
+    const float *scales; /* [padded n], factors of the products, or NULL */
+    const part *parts; /* one for each format in the file, or NULL. Two parts that both begin at block 0 are gates and ups. */
     int32_t num_parts;
     int32_t pad;
 } linear;
 
 enum norm_kind { NORM_RMS, NORM_LAYER };
-enum qk_norm { QK_NONE, QK_HEAD, QK_HEADS, QK_WHOLE }; /* each head by one set of weights, by its own, all as one row */
+enum qk_norm { QK_NONE, QK_HEAD, QK_HEADS, QK_WHOLE }; /* one set of weights for all heads; a set for each head; all heads as one row */
 enum activation { SILU, GELU, GELU_TANH, RELU_SQUARED, CLAMPED_SWIGLU };
 
 typedef struct {
@@ -89,80 +90,81 @@ typedef struct {
     const float *bias; /* or NULL */
 } norm;
 
-/* An MLP of which each token takes `chosen` parts. The last `shared` of them are taken by every token. */
+/* A mixture of experts: each token uses `chosen` of `count`. The last `shared` experts are used by every token. */
 typedef struct {
-    linear router; /* a score per expert that is chosen, then one for those that are shared, if `gated` */
+    linear router; /* a score for each expert that can be chosen, then one score for the shared experts if `gated` */
     const linear *gate_up, *down; /* [count] */
     int32_t count, chosen;
-    int32_t normalised; /* whether the weights of those chosen sum to 1; else they are shares of all experts' */
+    int32_t normalised; /* whether the chosen experts' weights are scaled to the sum 1 */
     int32_t shared;
-    int32_t gated; /* whether the shared ones weigh the sigmoid of their score; else 1 */
-    int32_t sigmoid; /* whether a score's weight is its sigmoid, and not its share */
-    int32_t groups, best_groups; /* experts come from the best groups alone; 1 and 1: from all */
-    const float *correction; /* [count - shared], added to weights where experts are chosen; or NULL */
-    const float *scales; /* [count - shared], of each one's weight; or NULL */
-    norm router_norm; /* of the router's input, where it is not the MLP's; or NULL */
-    norm input_norm; /* of the experts' input, with a norm of the router's own */
-    norm sum_norm, beside_norm; /* of the sum of experts, and of what the MLP beside them gives; or NULL: there is none */
-    float scale; /* of the chosen ones' weights */
-    int32_t intermediate; /* of one of them */
+    int32_t gated; /* whether the shared experts' weight is the sigmoid of their score; else it is 1 */
+    int32_t sigmoid; /* whether an expert's weight is the sigmoid of its score; else the softmax */
+    int32_t groups, best_groups; /* experts are chosen from the best groups only; 1 and 1: from all */
+    const float *correction; /* [count - shared], added to the weights when experts are chosen, or NULL */
+    const float *scales; /* [count - shared], factors of the weights, or NULL */
+    norm router_norm; /* of the router's input, if the router has a norm of its own */
+    norm input_norm; /* of the experts' input, if the router has a norm of its own */
+    norm sum_norm, beside_norm; /* of the experts' sum, and of the output of an MLP beside the experts, if there is one */
+    float scale; /* a factor of the chosen experts' weights */
+    int32_t intermediate; /* of one expert */
 } experts;
 
-/* Heads that each keep a matrix of keys by values, which every token decays and adds to. A token's row of the linear
- * `inputs` is queries, keys, values (the channels of a short convolution), then a step and, if it `corrects`, a strength
- * for each head, then gates. */
+/* Heads with a recurrent state: a matrix of keys by values, which every token decays and adds to. A row of the linear
+ * `inputs` has queries, keys and values (the channels of a short convolution), then for each head a step and, if
+ * `corrects`, a strength, then gates. */
 typedef struct {
     linear inputs, out;
     const float *taps; /* [kernel, channels] */
     const float *tap_bias; /* [channels], or NULL */
     const float *rates; /* [heads]: a state decays by exp(rate * softplus(step + its bias)) */
     const float *step_bias; /* [heads] */
-    const float *skips; /* [heads]: of the value, added to the output; or NULL */
-    const int32_t *places; /* [heads]: where a head's outputs stand among those of all, and its gates */
-    norm gate_norm; /* [heads * value_dim], or none */
+    const float *skips; /* [heads]: the value times this is added to the output; or NULL */
+    const int32_t *places; /* [heads]: the place of a head's outputs and gates in the row of all heads */
+    norm gate_norm; /* [heads * value_dim], if there is one */
     int32_t kernel, channels, heads, key_heads, key_dim, value_dim;
-    int32_t corrects; /* whether a value's error against the state is added, by norms of keys and queries; else the value */
-    int32_t norm_groups; /* of the outputs, each normed by itself */
-    int32_t gate_first; /* whether the gate comes before the norm */
-    int32_t group, index_in_group; /* as a layer's */
+    int32_t corrects; /* whether the value's difference from the state's answer is added (delta rule, with normed keys and queries); else the
+                       * value itself */
+    int32_t norm_groups; /* groups of outputs; each is normed separately */
+    int32_t gate_first; /* whether outputs are gated before the norm */
+    int32_t group, index_in_group; /* as in `layer` */
     float gate_eps; /* of gate_norm */
-    float strength; /* what the sigmoid of a token's strength is multiplied with */
+    float strength; /* a factor of the sigmoid of a token's strength */
     int32_t pad;
 } recurrence;
 
-/* A layer attends or convolves (if `qkv` has outputs), or recurs, or both, and adds the sum of both; then it has an MLP or
- * experts. Either half may be absent. */
+/* The first half of a layer attends or convolves (if `qkv` has outputs), or recurs, or does both and adds the sum. The second
+ * half is an MLP or experts. Either half may be missing. */
 typedef struct {
     linear qkv, out;
-    linear gate_up, down; /* gate_up: the ups alone where the model has no gates; neither is used with experts */
-    norm attention_norm, mlp_norm; /* of what goes in */
-    norm attention_post, mlp_post; /* of what comes out, before it is added to the residual */
+    linear gate_up, down; /* gate_up has only ups if the model has no gates; unused with experts */
+    norm attention_norm, mlp_norm; /* of the inputs */
+    norm attention_post, mlp_post; /* of the outputs, before they are added to the residual */
     norm q_norm, k_norm, v_norm;
-    linear input_gate, input_projection; /* of the layer's own embedding of each token, if the model has some */
-    norm input_post; /* of what the projection gives */
-    const float *sinks; /* [num_heads], a score that takes weight and gives no value; or NULL */
-    const float *taps; /* [window, hidden]: the layer convolves, and qkv gives gates, factors, inputs; NULL: it attends */
+    linear input_gate, input_projection; /* for the layer's own embedding of each token, if there is one */
+    norm input_post; /* of the projection's output */
+    const float *sinks; /* [num_heads], scores that take part in the softmax and have no value, or NULL */
+    const float *taps; /* [window, hidden]: the layer convolves, and qkv gives gates, factors and inputs; NULL: it attends */
     const float *tap_bias; /* [hidden], or NULL */
     const recurrence *recurrence; /* or NULL */
     const experts *experts; /* or NULL */
-    int32_t group; /* layer group, and this layer's place in it */
-    int32_t index_in_group;
-    int32_t window; /* positions attended to; INT32_MAX for all */
-    int32_t rope; /* its table; -1: positions are not rotated */
+    int32_t group; /* the layer group */
+    int32_t index_in_group; /* the layer's place in its group */
+    int32_t window; /* positions that a token attends to; INT32_MAX: all */
+    int32_t rope; /* the table of its rotations; -1: no rotation */
     int32_t rotary_dim; /* leading elements of a head that are rotated */
-    int32_t num_kv_heads, key_dim, value_dim; /* heads of keys and values, and their elements */
-    int32_t shares; /* whether it reads what an earlier layer wrote at its place, and `qkv` gives queries alone */
+    int32_t num_kv_heads, key_dim, value_dim; /* heads of keys and values, and elements of a head */
+    int32_t shares; /* whether it reads the keys and values of an earlier layer at its place, and `qkv` gives only queries */
     int32_t intermediate; /* of the MLP */
-    int32_t sink_tokens; /* first positions that are attended to beside the window */
-    float scale; /* of what the layer gives */
+    int32_t sink_tokens; /* first positions, which a token attends to in addition to the window */
+    float scale; /* a factor of the layer's output */
 } layer;
 
-/* Rows of embeddings: WEIGHT_F32 or WEIGHT_BF16, row-major; or blocks as in a part. */
+/* Rows of embeddings: row-major in WEIGHT_F32 or WEIGHT_BF16, or blocks as in a part. */
 typedef struct {
     const void *rows;
     int32_t kind;
     int32_t width; /* of a row */
-    int32_t count; /* rows; an id beyond them has the first */
+    int32_t count; /* rows; an id beyond them gets the first row */
     float scale;
 } table;
 
@@ -170,19 +172,19 @@ typedef struct {
     int32_t hidden, intermediate, num_heads, num_layers, vocab_size, num_groups;
     int32_t norm_kind, qk_norm, activation;
     int32_t gated; /* whether the MLP multiplies its activations with ups */
-    int32_t parallel; /* whether the MLP reads what attention reads, and not what attention made of it */
-    int32_t interleaved; /* whether neighbours are rotated together, or the halves of what is rotated */
+    int32_t parallel; /* whether the MLP and attention read the same row; else the MLP reads the row with attention's output added */
+    int32_t interleaved; /* whether rotation pairs neighbours; else it pairs an element with the one half a head away */
     int32_t num_ropes;
-    int32_t gated_attention; /* whether `qkv` gives gates too, the sigmoid of which multiplies what attention gives */
+    int32_t gated_attention; /* whether `qkv` gives gates too; attention's output is multiplied by their sigmoid */
     float norm_eps, score_scale;
-    float score_cap, logit_cap; /* x becomes cap * tanh(x / cap); 0: as it is */
-    float residual_scale; /* of what is added to the residual */
+    float score_cap, logit_cap; /* x becomes cap * tanh(x / cap); 0: no cap */
+    float residual_scale; /* a factor of everything added to the residual */
     float logit_divisor;
-    float gate_slope, gate_limit; /* of CLAMPED_SWIGLU */
-    int32_t layer_width; /* of an embedding that a layer has of its own; 0: none has */
-    float inputs_scale, joined_scale; /* of what `inputs` gives; of its norm and a layer's embedding together */
-    table embedding, layer_embedding; /* the second: all layers' embeddings of a token in one row */
-    linear inputs; /* from a token's embedding to what is added to each layer's own */
+    float gate_slope, gate_limit; /* for CLAMPED_SWIGLU */
+    int32_t layer_width; /* width of a layer's own embeddings; 0: layers have none */
+    float inputs_scale, joined_scale; /* factors of the output of `inputs`, and of its norm plus the layer's embedding */
+    table embedding, layer_embedding; /* layer_embedding: a row has a token's embeddings for all layers */
+    linear inputs; /* makes of a token's embedding the addition to each layer's own */
     norm inputs_norm; /* [layer_width] */
     norm embedding_norm, final_norm;
     const layer *layers;
@@ -199,13 +201,13 @@ typedef struct {
     int32_t padded_keys; /* block_size rounded up to 16: the row length of the transposed keys */
 } cache;
 
-/* Of some ranks, and of LORA_COLUMNS outputs that they give to: where b[count][LORA_COLUMNS] begins, in rows. */
+/* The ranks [first, first + count) that reach LORA_COLUMNS outputs, and the first row of their b[count][LORA_COLUMNS]. */
 typedef struct {
     int32_t first, count;
     int64_t at;
 } lora_half;
 
-/* What an adapter adds to one linear. Matrices side by side, as queries and keys are, have their ranks one after
+/* An adapter's addition to one linear. If the linear merges several matrices, as queries and keys, their ranks follow one
  * another. */
 typedef struct {
     const float *a; /* [ranks, inputs]; NULL: nothing is added */
@@ -224,22 +226,22 @@ typedef struct {
 } largest;
 
 typedef struct {
-    int32_t num_tokens, num_entries, num_logit_rows, num_positions; /* the last: rows of cosines and sines */
+    int32_t num_tokens, num_entries, num_logit_rows, num_positions; /* num_positions: rows of cosines and sines */
     const int64_t *input_ids, *positions; /* [num_tokens] */
     const int32_t *query_starts, *kv_lens; /* [num_entries + 1], [num_entries] */
     const int64_t *slots[MAX_GROUPS]; /* [num_tokens] */
     const int32_t *block_tables[MAX_GROUPS]; /* [num_entries, table_width] */
     int32_t table_width[MAX_GROUPS];
     const int64_t *logit_rows; /* [num_logit_rows] */
-    const float *cosines[MAX_ROPES], *sines[MAX_ROPES]; /* [num_positions, rotary_dim / 2] of the layers with the table */
-    float *logits; /* [num_logit_rows, vocab_size], or NULL: not wanted */
+    const float *cosines[MAX_ROPES], *sines[MAX_ROPES]; /* [num_positions, rotary_dim / 2] */
+    float *logits; /* [num_logit_rows, vocab_size], or NULL */
     largest *best; /* [num_logit_rows], or NULL */
-    int32_t num_adapters, lora_ranks; /* the second: most ranks of any linear */
+    int32_t num_adapters, lora_ranks; /* lora_ranks: the most ranks of any linear */
     const lora *const *adapters; /* [num_adapters][num_layers * LORA_PLACES] */
-    const int32_t *adapter_of; /* [num_tokens], -1: none; NULL without adapters */
+    const int32_t *adapter_of; /* [num_tokens], -1: no adapter; NULL without adapters */
 } step;
 
-/* What is wrong with a step; the offending index goes to *where. */
+/* Errors of a step; the index at fault goes to *where. */
 enum step_error {
     STEP_OK,
     STEP_TOKEN_ID, /* where: token */

@@ -6,32 +6,32 @@
 #include "genbatch.h"
 #include "tiles.h"
 
-/* Most rows per unit of a linear: 20 tiles of 12. 240 rows x 576 floats are 540 KB and stay in L2 while the
- * blocks of weights pass by. */
+/* The most rows in a unit of a linear: 20 tiles of 12. 240 rows of 576 floats are 540 KB, which stay in L2 while blocks of
+ * weights are read. */
 #define PANEL_TILES 20
 #define PANEL (PANEL_TILES * MAX_ROWS)
-#define FACTOR_BYTES ((int64_t)sizeof(digit_factors)) /* of a group, at most */
+#define FACTOR_BYTES ((int64_t)sizeof(digit_factors)) /* the most bytes of a group's factors */
 
 typedef struct {
-    float *x, *qkv, *attended, *activated, *kept; /* kept: the rows that go on after the last attention */
-    float *branch; /* what attention gives, where it is not added to x at once */
+    float *x, *qkv, *attended, *activated, *kept; /* kept: the rows whose logits are needed */
+    float *branch; /* a part's output, if it is not added to x at once */
     void *operand;
-    uint8_t *factors; /* of either kind */
-    float *scratch; /* a thread's: PANEL x COLUMNS sums, then a row of hidden size */
+    uint8_t *factors; /* group_factors or digit_factors */
+    float *scratch; /* for each thread PANEL x COLUMNS sums, then a row of hidden size */
     int64_t scratch_size;
-    lane_maxima *maxima; /* a thread's: one a row of logits */
-    float *normed, *expert_out; /* with experts: their inputs, and their outputs row by row */
-    float *inputs; /* [token, layer, layer_width]: the layers' own embeddings of the tokens */
-    int64_t expert_k; /* inputs of their widest linear */
+    lane_maxima *maxima; /* for each thread one for each row of logits */
+    float *normed, *expert_out; /* the experts' inputs and outputs */
+    float *inputs; /* [token, layer, layer_width]: each layer's own embeddings */
+    int64_t expert_k; /* inputs of the experts' widest linear */
     choice choice;
-    float *adapted; /* with adapters: the float rows that a linear multiplies, where they are no other buffer's */
+    float *adapted; /* with adapters: a linear's rows as floats, if no other buffer has them */
     lora_step lora;
-    lora_rows lora_tokens, lora_kept; /* the step's rows, and those that go on after the last attention */
-    family *families[MAX_GROUPS]; /* of a group's sequences, and how many */
+    lora_rows lora_tokens, lora_kept; /* all rows; the rows whose logits are needed */
+    family *families[MAX_GROUPS]; /* of each layer group; see families_find */
     int num_families[MAX_GROUPS];
 } workspace;
 
-/* Claims of units: how many were asked for, how many are done. */
+/* Claims of units: how many were made, and how many are done. */
 typedef struct {
     atomic_int claimed, done;
 } phase;
@@ -52,22 +52,22 @@ typedef struct {
     engine *engine;
     int thread;
     int phase;
-    bool claimed; /* whether it has units of this phase, to be done before the next claim */
-    int claims; /* how many the phase has in all */
-    const lora_rows *rows; /* those of x; NULL without adapters */
-    int64_t place; /* of the linear under way, where a row has an adapter there; else -1 */
+    bool claimed; /* whether it has claimed units of this phase */
+    int claims; /* of the phase, by all threads */
+    const lora_rows *rows; /* the rows of x; NULL without adapters */
+    int64_t place; /* of the current linear, if an adapter changes it; else -1 */
 } worker;
 
-/* What a linear's rows are made of: row i is norm(x[index[i]]), without a norm x[index[i]]; `index` may be NULL. */
+/* The source of a linear's rows: row i is norm(x[index[i]]), or x[index[i]] without a norm. `index` may be NULL. */
 typedef struct {
     const float *x;
     int64_t size;
     const int64_t *index;
     const norm *norm;
-    float *kept; /* [rows, size]: the rows as floats are kept here, too; or NULL */
+    float *kept; /* [rows, size]: receives the rows as floats; or NULL */
 } source;
 
-/* What a linear's blocks become: written to out[count, pitch], or looked through for the largest, or both. */
+/* The use of a linear's outputs: they are written to out[count, pitch], or searched for the largest, or both. */
 typedef struct {
     enum finish finish;
     float *out; /* or NULL */
@@ -75,10 +75,10 @@ typedef struct {
     lane_maxima *maxima; /* or NULL */
 } target;
 
-/* Rows that a phase writes: all tokens of the step, or those that go on after the last layer's cache writes. */
+/* The rows that a phase writes: all tokens of the step, or only the rows whose logits are needed. */
 typedef struct {
     float *x;
-    const int64_t *index; /* which rows of all tokens they are; NULL: all */
+    const int64_t *index; /* their tokens; NULL: all */
     int64_t count;
     const lora_rows *adapted;
 } stream;
@@ -94,8 +94,8 @@ static inline float *row_of_thread(const worker *w)
     return w->engine->work.scratch + w->thread * w->engine->work.scratch_size + PANEL * COLUMNS;
 }
 static const norm no_norm = {NULL, NULL};
-void prepare_phase(worker *, const linear *, int64_t count, const source *); /* the rows in the form that it multiplies */
-/* As `prepare_phase` for a linear of a layer, and what the rows' adapters make of its input. */
+void prepare_phase(worker *, const linear *, int64_t count, const source *); /* makes the rows for a linear */
+/* Does the same for a linear of a layer, and multiplies the rows by their adapters' A. */
 void layer_phase(worker *, const layer *, enum lora_place, const linear *, const float *x, int64_t size,
                  const int64_t *index, int64_t count, const norm *);
 void linear_units(worker *, const linear *, int64_t count, const target *);
@@ -103,15 +103,15 @@ void linear_phase(worker *, const linear *, int64_t count, enum finish, float *o
 /* x = scale * (x + residual_scale * norm(branch)); `branch` is overwritten. */
 void join_row(const model *, const norm *, float scale, float *branch, float *x);
 void join_phase(worker *, const norm *, float scale, float *x, int64_t count);
-void keep_phase(worker *); /* copies the rows that go on after the last layer's cache writes */
-/* Whether what a layer's part gives can be added to x as it comes. */
+void keep_phase(worker *); /* copies the rows whose logits are needed */
+/* Whether a part's output can be added to x without a further step. */
 static inline bool added_at_once(const model *m, const norm *post, float scale)
 {
     return !post->weight && m->residual_scale == 1.0f && scale == 1.0f;
 }
 
 /* mixing.c */
-/* Floats of a token's row that `out` reads, and of the one that `qkv` gives; the same of a recurrence. */
+/* Floats in a token's row: the input of `out`, and the output of `qkv`; the same for a recurrence. */
 int64_t mixed_width(const model *, const layer *);
 int64_t mixed_pitch(const model *, const layer *);
 int64_t state_width(const recurrence *);
