@@ -1,5 +1,5 @@
-/* The interface between Python and C: constants, structs and functions. abi.py reads this file, so nothing here is written
- * twice. It reads plain C: `#define NAME number`, `enum name { A, B };`, `typedef struct { ... } name;` and prototypes. */
+/* The interface between Python and C: constants, structs and functions. abi.py reads this file, so nothing here is
+ * written twice. It reads plain C: `#define NAME number`, `enum name { A, B };`, `typedef struct { ... } name;` and prototypes. */
 #ifndef ABI_H
 #define ABI_H
 
@@ -13,8 +13,8 @@
 #define MAX_HEAD_DIM 512
 #define LORA_COLUMNS 16 /* outputs of half a block (gates or ups), for which an adapter's ranks are stored together */
 
-/* Formats of weights. Formats after WEIGHT_U4 keep the bits of the file: see stored.h. WEIGHT_WIDE is bfloat16 weights times
- * float rows. */
+/* Formats of weights. Formats after WEIGHT_U4 keep the bits of the file: see stored.h. WEIGHT_WIDE is bfloat16 weights
+ * times float rows. */
 enum weight_kind {
     WEIGHT_F32,
     WEIGHT_BF16,
@@ -76,13 +76,15 @@ typedef struct {
     const void *weights; /* NULL with parts */
     const float *bias; /* [padded n], or NULL */
     const float *scales; /* [padded n], factors of the products, or NULL */
-    const part *parts; /* one for each format in the file, or NULL. Two parts that both begin at block 0 are gates and ups. */
+    /* one for each format in the file, or NULL. Two parts that both begin at block 0 are gates and ups. */
+    const part *parts;
     int32_t num_parts;
     int32_t pad;
 } linear;
 
 enum norm_kind { NORM_RMS, NORM_LAYER };
-enum qk_norm { QK_NONE, QK_HEAD, QK_HEADS, QK_WHOLE }; /* one set of weights for all heads; a set for each head; all heads as one row */
+/* one set of weights for all heads; a set for each head; all heads as one row */
+enum qk_norm { QK_NONE, QK_HEAD, QK_HEADS, QK_WHOLE };
 enum activation { SILU, GELU, GELU_TANH, RELU_SQUARED, CLAMPED_SWIGLU };
 
 typedef struct {
@@ -104,7 +106,8 @@ typedef struct {
     const float *scales; /* [count - shared], factors of the weights, or NULL */
     norm router_norm; /* of the router's input, if the router has a norm of its own */
     norm input_norm; /* of the experts' input, if the router has a norm of its own */
-    norm sum_norm, beside_norm; /* of the experts' sum, and of the output of an MLP beside the experts, if there is one */
+    /* of the experts' sum, and of the output of an MLP beside the experts, if there is one */
+    norm sum_norm, beside_norm;
     float scale; /* a factor of the chosen experts' weights */
     int32_t intermediate; /* of one expert */
 } experts;
@@ -122,8 +125,7 @@ typedef struct {
     const int32_t *places; /* [heads]: the place of a head's outputs and gates in the row of all heads */
     norm gate_norm; /* [heads * value_dim], if there is one */
     int32_t kernel, channels, heads, key_heads, key_dim, value_dim;
-    int32_t corrects; /* whether the value's difference from the state's answer is added (delta rule, with normed keys and queries); else the
-                       * value itself */
+    int32_t corrects; /* whether the delta rule is used, with normed keys and queries; else the value itself is added */
     int32_t norm_groups; /* groups of outputs; each is normed separately */
     int32_t gate_first; /* whether outputs are gated before the norm */
     int32_t group, index_in_group; /* as in `layer` */
@@ -132,8 +134,8 @@ typedef struct {
     int32_t pad;
 } recurrence;
 
-/* The first half of a layer attends or convolves (if `qkv` has outputs), or recurs, or does both and adds the sum. The second
- * half is an MLP or experts. Either half may be missing. */
+/* The first half of a layer attends or convolves (if `qkv` has outputs), or recurs, or does both and adds the sum. The
+ * second half is an MLP or experts. Either half may be missing. */
 typedef struct {
     linear qkv, out;
     linear gate_up, down; /* gate_up has only ups if the model has no gates; unused with experts */
@@ -143,7 +145,8 @@ typedef struct {
     linear input_gate, input_projection; /* for the layer's own embedding of each token, if there is one */
     norm input_post; /* of the projection's output */
     const float *sinks; /* [num_heads], scores that take part in the softmax and have no value, or NULL */
-    const float *taps; /* [window, hidden]: the layer convolves, and qkv gives gates, factors and inputs; NULL: it attends */
+    /* [window, hidden]: the layer convolves, and qkv gives gates, factors and inputs; NULL: it attends */
+    const float *taps;
     const float *tap_bias; /* [hidden], or NULL */
     const recurrence *recurrence; /* or NULL */
     const experts *experts; /* or NULL */
@@ -153,7 +156,8 @@ typedef struct {
     int32_t rope; /* the table of its rotations; -1: no rotation */
     int32_t rotary_dim; /* leading elements of a head that are rotated */
     int32_t num_kv_heads, key_dim, value_dim; /* heads of keys and values, and elements of a head */
-    int32_t shares; /* whether it reads the keys and values of an earlier layer at its place, and `qkv` gives only queries */
+    /* whether it reads the keys and values of an earlier layer at its place, and `qkv` gives only queries */
+    int32_t shares;
     int32_t intermediate; /* of the MLP */
     int32_t sink_tokens; /* first positions, which a token attends to in addition to the window */
     float scale; /* a factor of the layer's output */
@@ -172,7 +176,8 @@ typedef struct {
     int32_t hidden, intermediate, num_heads, num_layers, vocab_size, num_groups;
     int32_t norm_kind, qk_norm, activation;
     int32_t gated; /* whether the MLP multiplies its activations with ups */
-    int32_t parallel; /* whether the MLP and attention read the same row; else the MLP reads the row with attention's output added */
+    /* whether the MLP and attention read the same row; else the MLP reads the row with attention's output added */
+    int32_t parallel;
     int32_t interleaved; /* whether rotation pairs neighbours; else it pairs an element with the one half a head away */
     int32_t num_ropes;
     int32_t gated_attention; /* whether `qkv` gives gates too; attention's output is multiplied by their sigmoid */
@@ -182,7 +187,8 @@ typedef struct {
     float logit_divisor;
     float gate_slope, gate_limit; /* for CLAMPED_SWIGLU */
     int32_t layer_width; /* width of a layer's own embeddings; 0: layers have none */
-    float inputs_scale, joined_scale; /* factors of the output of `inputs`, and of its norm plus the layer's embedding */
+    /* factors of the output of `inputs`, and of its norm plus the layer's embedding */
+    float inputs_scale, joined_scale;
     table embedding, layer_embedding; /* layer_embedding: a row has a token's embeddings for all layers */
     linear inputs; /* makes of a token's embedding the addition to each layer's own */
     norm inputs_norm; /* [layer_width] */
