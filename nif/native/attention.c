@@ -1,13 +1,13 @@
-/* Attention over the paged cache: tiles of rows, chunks of keys. How the keys and values of a block lie and are
- * multiplied is told in attention_float.c and attention_int8.c.
+/* Attention over the paged cache, by tiles of rows and chunks of keys. attention_float.c and attention_int8.c describe the
+ * layout of a block's keys and values, and multiply them.
  *
- * A tile is up to MAX_ROWS (token, head) rows that share a KV head. A row meets its keys in CHUNK_KEYS pieces
- * cut at absolute positions, and its sums have one order: tiles, chunked prefill and neighbours change nothing in a
- * row's result. Keys that other rows of the tile need and this one may not see get weight exactly 0, which leaves
- * its sums as they are. */
+ * A tile is up to MAX_ROWS (token, head) rows that share a KV head. A row reads its keys in chunks of CHUNK_KEYS, which begin
+ * at fixed positions, and its sums have a fixed order. So tiles, chunked prefill and other sequences change no bit of a row's
+ * result. A key that another row of the tile needs, and this row may not see, gets the weight 0, which leaves the sums
+ * unchanged. */
 #include "attention.h"
 
-/* The 16 keys from `first` of the table's `block`, of which those before `end` are used. */
+/* Returns the 16 keys from `first` of the table's `block`; only keys before `end` are used. */
 static void locate(const attention *a, const uint8_t *layer, const int32_t *table, int block, int first, int end,
                    key_tile *out)
 {
@@ -27,7 +27,7 @@ static void locate(const attention *a, const uint8_t *layer, const int32_t *tabl
         float_locate(a, head, first, out);
 }
 
-/* Asks for a chunk's keys and values while the one before is worked on: decoding reads each once, from far. */
+/* Prefetches a chunk's keys and values during the previous chunk, because decoding reads each once, from memory. */
 static void fetch(const attention *a, const key_tile *tiles)
 {
     for (int t = 0; t < CHUNK_TILES; t++) {
@@ -39,18 +39,18 @@ static void fetch(const attention *a, const key_tile *tiles)
     }
 }
 
-/* The keys that some rows meet: positions [.., end) of a table, without the tiles between the sinks' and `first`. */
+/* The keys that some rows read: positions [0, end) of a table, without the tiles between the sinks and `first`. */
 typedef struct {
     const uint8_t *layer; /* and KV head */
     const int32_t *table;
     int64_t sinks; /* tiles at the beginning */
     int64_t first;
     int end;
-    bool once; /* read by no other tile of rows, so nobody has brought them nearer */
+    bool once; /* no other tile of rows reads them, so they are not in a cache yet */
 } key_run;
 
-/* The key tiles of a chunk, as far as they are in the run. Those before the window keep count 0, since their blocks
- * may be evicted. Tiles are read several at once, so the keys of a live one stand in for them; they get no weight. */
+/* Finds the key tiles of a chunk. Tiles before the window have the count 0, because their blocks may be evicted. Several tiles
+ * are read at once, so such a tile points to the keys of another tile; these get no weight. */
 static void locate_chunk(const attention *a, const key_run *keys, int64_t chunk, key_tile *tiles)
 {
     const key_tile *live = NULL;
@@ -133,7 +133,7 @@ static void finish_row(const attention *a, const row_state *state, int row, int6
         float_finish(a, state, row, out);
 }
 
-/* The rows meet the keys of chunks [from, to). */
+/* Attends to the keys of the chunks [from, to). */
 static void meet(const attention *a, const key_run *keys, int64_t from, int64_t to, row_state *state)
 {
     key_tile tiles[2][CHUNK_TILES];

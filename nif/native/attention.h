@@ -1,4 +1,4 @@
-/* What attention.c and the kinds of cache share. */
+/* Types and helpers of attention.c, attention_float.c and attention_int8.c. */
 #ifndef GENBATCH_ATTENTION_H
 #define GENBATCH_ATTENTION_H
 
@@ -9,7 +9,7 @@
 #define LANES 16 /* keys of one score vector */
 #define PARTS (LANES / VL)
 #define CHUNK_TILES (CHUNK_KEYS / LANES)
-#define LOWEST (-1e30f) /* a running maximum to start from; finite, so that differences are numbers */
+#define LOWEST (-1e30f) /* the first running maximum; finite, so that differences are not NaN */
 
 /* 16 consecutive keys of one block. */
 typedef struct {
@@ -39,15 +39,15 @@ typedef struct {
 typedef struct {
     float outputs[MAX_ROWS * MAX_HEAD_DIM];
     int first_key[MAX_ROWS], last_key[MAX_ROWS]; /* positions that the row sees */
-    int sink_tokens; /* and these first ones, as far as its last key */
-    int used; /* rows; others fill a tile up and are dropped */
+    int sink_tokens; /* the first positions, which it sees in addition */
+    int used; /* rows of the entry; other rows pad the tile and are dropped */
     union {
         float_rows as_float;
         int8_rows as_int8;
     };
 } row_state;
 
-/* A few sizes serve all: rows that fill a tile up have zero queries. */
+/* Only a few sizes are compiled: rows that pad a tile have zero queries. */
 ALWAYS_INLINE int padded_rows(int used)
 {
     return used <= 4 ? used : used <= 6 ? 6 : used <= 8 ? 8 : 12;
@@ -75,11 +75,11 @@ ALWAYS_INLINE int padded_rows(int used)
     }
 #endif
 
-/* Few rows leave registers for several key tiles at once, which hides the latency of the sums. */
+/* With few rows there are registers for several key tiles at once, which hides the latency of the sums. */
 #define TILES_AT_ONCE(R) (VL < 16 ? 1 : (R) <= 3 ? 4 : 2)
 #define VECTORS_AT_ONCE(R) (VL < 16 ? 1 : (R) <= 4 ? 4 : 2)
 
-/* Which of a tile's keys a row sees. */
+/* Returns which of a tile's keys a row sees. */
 ALWAYS_INLINE vi seen_lanes(const row_state *s, int row, const key_tile *tile, int part)
 {
     vi within = vi_lanes() + part * VL;
@@ -88,7 +88,7 @@ ALWAYS_INLINE vi seen_lanes(const row_state *s, int row, const key_tile *tile, i
     return (within < tile->count) & near_or_sink & (position <= s->last_key[row]);
 }
 
-/* Whether a row sees all keys of a chunk. */
+/* Returns whether a row sees all keys of a chunk. */
 ALWAYS_INLINE bool sees_all(const row_state *s, int row, const key_tile *tiles)
 {
     int keys = 0;
@@ -100,7 +100,7 @@ ALWAYS_INLINE bool sees_all(const row_state *s, int row, const key_tile *tiles)
 /* attention_float.c: keys and values in float32 or bfloat16 */
 void float_locate(const attention *, const uint8_t *head, int first, key_tile *out);
 void float_fetch(const attention *, const key_tile *);
-void float_start(const attention *, row_state *, int row, const float *query); /* NULL: a row that fills up */
+void float_start(const attention *, row_state *, int row, const float *query); /* NULL: a row that pads the tile */
 void float_sink(row_state *, int row, float score); /* of a row that has met no key */
 void float_resume(row_state *, int row, const row_state *from, int from_row);
 void float_chunk(const attention *, const key_tile *, row_state *);

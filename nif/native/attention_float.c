@@ -47,7 +47,7 @@ void float_resume(row_state *state, int row, const row_state *from, int from_row
     state->as_float.total[row] = from->as_float.total[from_row];
 }
 
-/* scores[R][CHUNK_KEYS] of T key tiles; those with count 0 point at a live one and are masked later. */
+/* Computes scores[R][CHUNK_KEYS] of T key tiles. Tiles with the count 0 point to another tile and are masked later. */
 ALWAYS_INLINE void score(const int R, const int T, const bool bf16, const attention *a, const key_tile *tiles,
                          const float *queries, float *scores)
 {
@@ -127,7 +127,7 @@ ALWAYS_INLINE void mix(const int R, const int C, const bool bf16, const attentio
                 vf w = vf_set1(weights[r * CHUNK_KEYS + j]);
                 UNROLL for (int c = 0; c < C * PARTS; c++) o[r][c] = vf_fma(w, even[c], o[r][c]);
             }
-            if (bf16 && j + 1 < tiles[t].count) { /* what lies behind the last key may be anything */
+            if (bf16 && j + 1 < tiles[t].count) { /* memory after the last key may hold any bits */
                 UNROLL for (int r = 0; r < R; r++) {
                     vf w = vf_set1(weights[r * CHUNK_KEYS + j + 1]);
                     UNROLL for (int c = 0; c < C * PARTS; c++) o[r][c] = vf_fma(w, odd[c], o[r][c]);

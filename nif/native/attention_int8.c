@@ -16,7 +16,7 @@
 
 #define LOG2_E 1.44269504f
 #define LOG2_LARGEST 7.9943534f /* log2(255) */
-#define SMALLEST 1e-20f /* scale of a value: smaller ones are zero for every purpose */
+#define SMALLEST 1e-20f /* the least scale of a value; smaller values count as zero */
 
 void int8_locate(const attention *a, const uint8_t *head, int first, key_tile *out)
 {
@@ -35,7 +35,7 @@ void int8_fetch(const attention *a, const key_tile *tile)
     for (int64_t i = 0; i < tile->count * a->value_dim; i += 64) __builtin_prefetch(tile->values + i);
 }
 
-/* Writes x in steps of the scale that is returned, a 127th of its largest magnitude. */
+/* Writes x in 8 bits and returns the scale, a 127th of the largest magnitude. */
 ALWAYS_INLINE float quantize(const float *x, int size, float smallest, int8_t *out)
 {
     vf largest = {0};
@@ -83,7 +83,7 @@ ALWAYS_INLINE vi quad(const void *p)
     return vi_set1(four);
 }
 
-/* scores[R][CHUNK_KEYS] of T key tiles; those with count 0 point at a live one and are masked later. */
+/* Computes scores[R][CHUNK_KEYS] of T key tiles. Tiles with the count 0 point to another tile and are masked later. */
 ALWAYS_INLINE void score(const int R, const int T, const attention *a, const key_tile *tiles, const int8_rows *rows,
                          int32_t *scores)
 {
@@ -104,8 +104,8 @@ ALWAYS_INLINE void score(const int R, const int T, const attention *a, const key
         *(vi_memory *)(scores + r * CHUNK_KEYS + t * VL) = s[r][t];
 }
 
-/* Turns a chunk's scores into the integers that its values are multiplied with, and sums up by lane what it adds to
- * the row's total; both relative to the largest weight of the chunk. `whole`: the row sees all its keys. */
+/* Turns a chunk's scores into integer weights of its values, and sums by lane the chunk's share of the row's total. Both are
+ * relative to the chunk's largest weight. `whole`: the row sees all keys of the chunk. */
 ALWAYS_INLINE void weigh(row_state *state, int row, const key_tile *tiles, const attention *a, const bool whole)
 {
     int8_rows *s = &state->as_int8;
@@ -142,7 +142,7 @@ ALWAYS_INLINE void weigh(row_state *state, int row, const key_tile *tiles, const
     vf_store(s->sums + row * VL, sum);
 }
 
-/* Joins the chunk to what the rows have: their maxima, what rescales the past and the chunk, and the totals. */
+/* Joins a chunk to the rows: updates their maxima and totals, and finds the factors of earlier chunks and of this chunk. */
 ALWAYS_INLINE void join(const int R, int8_rows *s)
 {
     UNROLL for (int i = 0; i < R; i += VL) {

@@ -1,7 +1,7 @@
-/* Short convolutions: each channel by itself, over a window of what the layer keeps of each position.
+/* Short convolutions: each channel separately, over a window of the inputs in the cache.
  *
- * Blocks hold these inputs as floats, [block_size][hidden], so a window is read as attention reads its keys. The sum goes from
- * the oldest tap to the newest, whatever the batch. */
+ * Blocks hold these inputs as floats, [block_size][hidden], so a window is read as attention reads keys. The sum always goes
+ * from the oldest tap to the newest. */
 #include "genbatch.h"
 
 static float *inputs_at(const cache *c, int layer, int64_t hidden, int64_t block, int64_t offset)
@@ -23,7 +23,7 @@ void convolution_row(const cache *c, const layer *l, int64_t hidden, const int32
     for (int64_t i = 0; i < hidden; i++) out[i] = l->tap_bias ? l->tap_bias[i] : 0.0f;
     for (int64_t tap = 0; tap < l->window; tap++) {
         const int64_t at = position - l->window + 1 + tap;
-        if (at < 0) continue; /* before the text there are zeros */
+        if (at < 0) continue; /* positions before the text are zeros */
         const float *inputs = inputs_at(c, l->index_in_group, hidden, table[at / c->block_size], at % c->block_size);
         const float *taps = l->taps + tap * hidden;
         for (int64_t i = 0; i < hidden; i++) out[i] += taps[i] * inputs[i];

@@ -1,6 +1,6 @@
-/* Mixtures of experts: which experts a token takes, and whose rows meet which expert.
+/* Mixtures of experts: choosing a token's experts, and sorting rows by expert.
  *
- * A row's result does not depend on who else chose its expert, and a token adds its experts in ascending order. */
+ * A row's result does not depend on other tokens with the same expert. A token adds its experts in ascending order. */
 #include <math.h>
 
 #include "genbatch.h"
@@ -9,14 +9,14 @@
 #define MAX_EXPERT_GROUPS 64
 #define LEAST_TOTAL 1e-20f
 
-/* What decides whether an expert is chosen. `closed`: a bit for each group that none comes from. */
+/* Returns the value by which experts are chosen. `closed` has a bit for each group that no expert may come from. */
 static float rank_of(const experts *x, const float *scores, uint64_t closed, int32_t i)
 {
     if (closed >> (i / ((x->count - x->shared) / x->groups)) & 1) return -INFINITY;
     return scores[i] + (x->correction ? x->correction[i] : 0.0f);
 }
 
-/* Marks the experts that rank highest, of equals the lowest id; the ids come out ascending. */
+/* Chooses the experts of the highest ranks, and of equal ranks the lowest id. Writes the ids in ascending order. */
 static void choose_largest(const experts *x, const float *scores, uint64_t closed, int32_t *ids)
 {
     const int chosen = x->chosen - x->shared;
@@ -39,7 +39,7 @@ static void choose_largest(const experts *x, const float *scores, uint64_t close
     }
 }
 
-/* The groups that are not among the best, by the sum of their two highest ranks. */
+/* Returns the bits of the groups that are not among the best by the sum of their two highest ranks. */
 static uint64_t closed_groups(const experts *x, const float *scores)
 {
     if (x->best_groups >= x->groups) return 0;
@@ -66,7 +66,7 @@ static uint64_t closed_groups(const experts *x, const float *scores)
 
 static float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
-/* Scores become weights: each one's sigmoid, or its share of all. */
+/* Turns scores into weights: sigmoid or softmax. */
 static void weigh(const experts *x, float *scores, int32_t count)
 {
     float largest = scores[0], total = 0;
@@ -86,7 +86,7 @@ void experts_choose(const experts *x, const choice *c, int64_t token)
     int32_t *ids = c->ids + token * x->chosen;
     const int32_t count = x->count - x->shared, chosen = x->chosen - x->shared;
     const float shared = x->gated ? sigmoid(scores[count]) : 1.0f;
-    if (!x->sigmoid && !x->correction) choose_largest(x, scores, 0, ids); /* scores: shares may round to equals */
+    if (!x->sigmoid && !x->correction) choose_largest(x, scores, 0, ids); /* by scores, because the softmax may round to equal weights */
     weigh(x, scores, count);
     if (x->sigmoid || x->correction) choose_largest(x, scores, closed_groups(x, scores), ids);
     for (int n = 0; n < chosen; n++) total += weights[n] = scores[ids[n]];

@@ -1,10 +1,10 @@
-/* Which sequences of a step read the same keys, so that their rows can meet them together.
+/* Finds the sequences of a step that read the same keys, so that one pass over these keys serves all of them.
  *
- * Block tables alone tell: sequences that decode and whose tables begin with the same blocks are a family. A row's
- * result is the same to the bit in a family and alone. */
+ * Decoding sequences whose block tables begin with the same blocks are a family. A row's result has the same bits in a family
+ * and alone. */
 #include "attention.h"
 
-/* Blocks that two tables have in common from the start. */
+/* Returns the number of equal blocks at the beginning of two tables. */
 static int common_blocks(const int32_t *a, const int32_t *b, int most)
 {
     int i = 0;
@@ -12,20 +12,20 @@ static int common_blocks(const int32_t *a, const int32_t *b, int most)
     return i;
 }
 
-/* Chunks that the family would have in common with `entry`; 0 if it had better not join. One that shares much less
- * than the others would take from them what they share. */
+/* Returns the chunks that the family would share with `entry`, or 0 if `entry` should not join: a member that shares much less
+ * than the others would shorten what the family shares. */
 static int chunks_with(const family *f, const attention_entry *entry, const cache *c)
 {
     const attention_entry *first = &f->members[0];
     int shorter = first->kv_len < entry->kv_len ? first->kv_len : entry->kv_len;
-    /* The block of a sequence's last key is its own. */
+    /* A sequence never shares the block of its last key. */
     /* guard: own block of a family's member */
     int chunks = attention_whole_chunks(c, common_blocks(first->table, entry->table, (shorter - 1) / c->block_size));
     if (f->count == 1) return chunks;
     return 2 * chunks < f->chunks ? 0 : chunks < f->chunks ? chunks : f->chunks;
 }
 
-/* Where a window ends inside a sequence, the blocks before it may be anything. */
+/* Blocks before a window may have been evicted, so their ids in the table mean nothing. */
 static bool may_share(const attention_entry *entry, int window)
 {
     /* guard: evicted blocks of a family's member */

@@ -1,8 +1,8 @@
-/* Each row's largest logit, found while the blocks of the head pass by: greedy decoding reads no logits.
+/* Each row's largest logit, found while the head's blocks are computed, so that greedy decoding reads no logits.
  *
- * A lane keeps the largest of its column in all blocks and the first block that had it. Blocks come in
- * ascending order, so `>` keeps the lowest column; lanes and threads are joined by the same rule, which makes
- * the result independent of who did which block. */
+ * A lane keeps the largest value of its column in all blocks, and the first block that had it. Blocks are in ascending order,
+ * so `>` keeps the lowest column. Lanes and threads are joined by the same rule, so the result does not depend on which thread
+ * computed which block. */
 #include <math.h>
 
 #include "genbatch.h"
@@ -30,7 +30,7 @@ void largest_take(const linear *l, int64_t block, const float *sums, int64_t cou
         }
         for (int i = 0; i < COLUMNS; i += VL) {
             vf value = vf_load(from + i), best = vf_load(maxima->values + i);
-            vi better = (value > best) | (value != value); /* a NaN stays: nothing is larger than it */
+            vi better = (value > best) | (value != value); /* a NaN stays, because no comparison with it is true */
             vf_store(maxima->values + i, vf_select(better, value, best));
             vi blocks = (better & vi_set1((int32_t)block)) | (~better & vi_load(maxima->blocks + i));
             *(vi_memory *)(maxima->blocks + i) = blocks;

@@ -1,4 +1,4 @@
-/* A merged linear, one weight block at a time: which gemm, which form of rows, what becomes of the sums. */
+/* A merged linear, one weight block at a time: choosing the kernel and the rows' format, and finishing the sums. */
 #include <stdlib.h>
 
 #include "genbatch.h"
@@ -7,7 +7,7 @@
 
 #define HALVES_ROWS 96 /* 12 KB of ups; more rows take more passes over the weights */
 
-/* The part that holds a block. */
+/* Returns the part that holds a block. */
 static const part *part_of(const linear *l, int64_t block)
 {
     const part *p = l->parts;
@@ -58,7 +58,8 @@ static void part_block(const linear *l, const part *p, int64_t block, const rows
         gemm_stored_block(p->kind, weights, l->k, a, first, count, sums);
 }
 
-/* Gates and ups of two types: each part has every block, the gates its first half of columns and the ups the other. */
+/* Gates and ups in two formats: both parts have every block; the first has the gates' half of the columns, the second the
+ * ups'. */
 static void halves_block(const linear *l, int64_t block, const rows *a, int64_t first, int64_t count, float *sums)
 {
     part_block(l, &l->parts[0], block, a, first, count, sums);
@@ -129,7 +130,7 @@ void linear_finish(const linear *l, int64_t block, float *sums, int64_t first, i
     }
 }
 
-/* One linear by itself, for comparison with its twin in torch. x: [count, size]; out: [count, l->n]. */
+/* Runs one linear, for tests. x: [count, size]; out: [count, l->n]. */
 int linear_probe(const linear *l, const float *x, int64_t count, int64_t size, float *out)
 {
     int64_t groups = l->k / l->group;

@@ -1,8 +1,8 @@
 /* Adapters: y += ((x A^T) * scale) B^T, for each row with the matrices of its own adapter.
  *
- * The rows of a step are sorted by adapter, so that each A is read once for all rows that have it (lora_shrink); what
- * comes out is as short as the adapter's rank. The other half is added while a block of the linear is finished, row by
- * row, in float (lora_expand). Both sums run in one order whatever else is in the step: a row's result is its own. */
+ * The rows of a step are sorted by adapter, so that each A is read once for all its rows (lora_shrink). The result has as many
+ * elements as the adapter has ranks. B is multiplied and added in float, row by row, when a block of the linear is finished
+ * (lora_expand). Both sums have a fixed order, so a row's result does not depend on the other rows of the step. */
 #include "genbatch.h"
 #include "simd.h"
 
@@ -10,7 +10,7 @@
 #define UNIT_RANKS 16
 #define PARTS (LORA_COLUMNS / VL)
 
-/* h[r][j] of R rows and J ranks. Lanes are summed at the end: the order of a sum is that of its row and rank alone. */
+/* Computes h[r][j] for R rows and J ranks. Lanes are summed at the end, so a sum's order depends only on its row and rank. */
 ALWAYS_INLINE void dot_tile(const int R, const int J, const float *a, int64_t k, const float *const *x, const float *scale,
                             float *const *h)
 {
@@ -100,10 +100,10 @@ void lora_shrink(const lora_step *s, const lora_rows *rows, int64_t place, int64
     }
 }
 
-/* What some of the ranks give LORA_COLUMNS outputs of R rows. */
+/* Adds the share of some ranks to LORA_COLUMNS outputs of R rows. */
 ALWAYS_INLINE void add_half(const int R, const lora_half *half, const float *b, const float *const *h, float *const *sums)
 {
-    vf even[TILE][PARTS], odd[TILE][PARTS]; /* two sums, so that one need not wait for the other */
+    vf even[TILE][PARTS], odd[TILE][PARTS]; /* two independent sums hide the latency of additions */
     UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < PARTS; v++) even[r][v] = odd[r][v] = (vf){0};
     int j = 0;
     for (; j + 2 <= half->count; j += 2, b += 2 * LORA_COLUMNS) {

@@ -45,7 +45,7 @@ static void rope_and_cache_phase(worker *w, const layer *l)
     phase_end(w);
 }
 
-/* Queries and keys of all heads as one row each. */
+/* Norms all heads' queries as one row, and all heads' keys likewise. */
 static void whole_norm_phase(worker *w, const layer *l)
 {
     engine *e = w->engine;
@@ -167,7 +167,7 @@ static void recurrence_phases(worker *w, const recurrence *r)
     phase_end(w);
 }
 
-/* What attention gives times the gates that stand behind a row's values. */
+/* Multiplies attention's output by the sigmoid of the gates, which follow the values in a row of qkv. */
 static void gate_phase(worker *w, const layer *l)
 {
     engine *e = w->engine;
@@ -179,7 +179,7 @@ static void gate_phase(worker *w, const layer *l)
     phase_end(w);
 }
 
-/* The state's half of a layer's mixing: added to x, or left in `branch` where attention's half follows. */
+/* Runs a recurrence. Its output is added to x, or left in `branch` if attention follows in the same layer. */
 void recur(worker *w, const layer *l, const stream *all, const stream *kept)
 {
     engine *e = w->engine;
@@ -196,7 +196,7 @@ void recur(worker *w, const layer *l, const stream *all, const stream *kept)
     if (!at_once && !attends && !m->parallel) join_phase(w, &l->attention_post, 1.0f, kept->x, kept->count);
 }
 
-/* Attention or a short convolution; what a state has left in `branch` is added with it. */
+/* Runs attention or a short convolution, and adds the output of a recurrence in the same layer, which is in `branch`. */
 void attend(worker *w, const layer *l, const stream *all, const stream *kept)
 {
     engine *e = w->engine;

@@ -5,7 +5,7 @@
 
 #include "step.h"
 
-/* The operand of an expert's rows, which start at row `start` of all. */
+/* Returns the operand for the rows of an expert, which begin at row `start` of all experts' rows. */
 static rows expert_operand(const engine *e, const linear *l, int64_t start, int64_t count)
 {
     static const int64_t bytes[] = {[WEIGHT_F32] = 4, [WEIGHT_BF16] = 2, [WEIGHT_I8] = 1, [WEIGHT_I24] = DIGITS};
@@ -14,7 +14,7 @@ static rows expert_operand(const engine *e, const linear *l, int64_t start, int6
                   e->work.factors + at / SMALLEST_GROUP * FACTOR_BYTES, count, l->k, l->k / l->group};
 }
 
-/* What the experts read, where the router reads something else. */
+/* Norms the experts' input, if the router has a norm of its own. */
 static void norm_phase(worker *w, const norm *n, const float *x, int64_t count)
 {
     const model *m = w->engine->model;
@@ -39,12 +39,12 @@ static void route_phases(worker *w, const layer *l, const float *x, int64_t coun
     while (claim(w, count, grain_of(w, count), &from, &to))
         for (int64_t i = from; i < to; i++) experts_choose(all, c, i);
     phase_end(w);
-    pool_barrier(e->pool); /* nobody is left among the last layer's panels */
+    pool_barrier(e->pool); /* no thread still reads the last layer's panels */
     if (w->thread == 0) experts_group(all, c, count, PANEL_TILES);
     pool_barrier(e->pool);
 }
 
-/* The operand of each expert's `gate_up` or `down`; row i is x[tokens[i]], or x[i] where `tokens` is NULL. */
+/* Makes the rows for each expert's `gate_up` or `down`: row i is x[tokens[i]], or x[i] if `tokens` is NULL. */
 static void expert_prepare_phase(worker *w, const linear *linears, const float *x, int64_t size, const int32_t *tokens)
 {
     engine *e = w->engine;
@@ -81,7 +81,7 @@ static void expert_linear_phase(worker *w, const linear *linears, enum finish fi
     phase_end(w);
 }
 
-/* Of what the MLP adds to: the layer's, unless more follows. */
+/* Returns the factor of the residual after the MLP: the layer's, unless the layer's own embeddings follow. */
 static float own_scale(const model *m, const layer *l) { return m->layer_width ? 1.0f : l->scale; }
 
 static void expert_join_phase(worker *w, const layer *l, float *x, int64_t count)

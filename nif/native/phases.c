@@ -22,7 +22,7 @@ void phase_end(worker *w)
     assert(w->phase < w->engine->num_phases);
 }
 
-/* About 8 claims a thread: fine enough to balance, coarse enough that weights stream in long runs. */
+/* Returns the units of a claim. 8 claims a thread balance the load, and are long enough to stream weights. */
 int64_t grain_of(const worker *w, int64_t count)
 {
     int64_t grain = count / (8 * pool_size(w->engine->pool));
@@ -34,9 +34,9 @@ static rows operand_for(const engine *e, const linear *l, int64_t count)
     return (rows){e->work.operand, e->work.factors, count, l->k, l->k / l->group};
 }
 
-/* Rows of a tile lie a few bytes apart: threads that each wrote some of them would take the lines of memory from one another.
- * So a unit is a tile and a segment of the inputs, so many that every thread has as much to do. Each looks at the whole row
- * for the norm's factors, which is cheap beside what it writes. */
+/* A unit of work is a tile and a segment of its inputs. The rows of a tile are interleaved, so threads that wrote different
+ * rows of one tile would share cache lines. There are enough segments to give every thread equal work. Each unit reads the
+ * whole row for the norm's factors, which costs little beside the writes. */
 int64_t segments_for(const worker *w, int64_t tiles, const linear *l, int64_t *length)
 {
     const int64_t threads = pool_size(w->engine->pool), whole = l->group * ((64 + l->group - 1) / l->group);
@@ -46,7 +46,7 @@ int64_t segments_for(const worker *w, int64_t tiles, const linear *l, int64_t *l
     return (l->k + *length - 1) / *length;
 }
 
-/* The rows [first, first + count) of the operand, their inputs [from, to). */
+/* Writes the inputs [from, to) of the operand's rows [first, first + count). */
 static void prepare_part(worker *w, const linear *l, const rows *operand, const source *s, int64_t first, int64_t count,
                          int64_t from, int64_t to)
 {

@@ -1,9 +1,9 @@
 /* Recurrent layers: gated delta nets and Mamba 2, head by head and block by block.
  *
- * A block holds, as floats, what the layer keeps of each of its positions, then each head's state at the block's end. A token is
- * computed from the state at the end of the block before and from the inputs of its own block, one after another, so its bits
- * depend neither on chunks nor on the batch. A state is [value_dim / PANEL][key_dim][PANEL], padded with zeros: one panel
- * stays in the first cache while the tokens of a block pass by. */
+ * A block holds, as floats, the layer's inputs of each position, then each head's state at the end of the block. A token is
+ * computed from the state at the end of the previous block and from the inputs of its own block, in order. So its bits depend
+ * neither on prompt chunks nor on the batch. A state is [value_dim / PANEL][key_dim][PANEL], padded with zeros, so that one
+ * panel stays in the L1 cache during the tokens of a block. */
 #include <math.h>
 
 #include "genbatch.h"
@@ -56,7 +56,7 @@ static void convolve(const cache *c, const recurrence *r, const int32_t *table, 
     for (int64_t i = 0; i < padded(count, 16); i++) out[i] = r->tap_bias && i < count ? r->tap_bias[channel + i] : 0.0f;
     for (int64_t tap = 0; tap < r->kernel; tap++) {
         const int64_t at = position - r->kernel + 1 + tap;
-        if (at < 0) continue; /* before the text there are zeros */
+        if (at < 0) continue; /* positions before the text are zeros */
         const float *inputs = block_at(c, r, table[at / c->block_size]) + at % c->block_size * kept + channel;
         const float *taps = r->taps + tap * r->channels + channel;
         for (int64_t i = 0; i < count; i++) out[i] += taps[i] * inputs[i];
@@ -67,7 +67,7 @@ static void convolve(const cache *c, const recurrence *r, const int32_t *table, 
     }
 }
 
-/* Divides by the length, and multiplies. */
+/* Divides a vector by its length and multiplies it by a factor. */
 static void normalise(float *x, int64_t padded_count, float scale)
 {
     vf squares = {0};
@@ -79,7 +79,7 @@ static void normalise(float *x, int64_t padded_count, float scale)
     for (int64_t i = 0; i < padded_count; i += VL) vf_store(x + i, vf_load(x + i) * factor);
 }
 
-/* A token as one head sees it. */
+/* One head's inputs of a token. */
 typedef struct {
     float *query, *key, *value;
     float decay, strength;
@@ -103,7 +103,7 @@ static void prepare(const cache *c, const recurrence *r, const int32_t *table, i
     normalise(m->key, keys_of(r), 1.0f);
 }
 
-/* What a key brings to mind: the sum of the state's rows by the key's elements, even and odd ones apart. */
+/* Multiplies the state by a key, with separate sums for even and odd elements. */
 ALWAYS_INLINE void recall(const float *state, const float *key, int64_t key_dim, vf found[VECTORS])
 {
     vf even[VECTORS], odd[VECTORS];
@@ -118,7 +118,7 @@ ALWAYS_INLINE void recall(const float *state, const float *key, int64_t key_dim,
     UNROLL for (int j = 0; j < VECTORS; j++) found[j] = even[j] + odd[j];
 }
 
-/* Decays a panel of the state, adds key x added, and writes what the query brings to mind. */
+/* Decays a panel of the state, adds key x added, and writes the panel times the query. */
 ALWAYS_INLINE void advance(float *state, const moment *m, const vf added[VECTORS], int64_t key_dim, vf found[VECTORS])
 {
     vf even[VECTORS], odd[VECTORS];
@@ -139,7 +139,7 @@ ALWAYS_INLINE void advance(float *state, const moment *m, const vf added[VECTORS
     UNROLL for (int j = 0; j < VECTORS; j++) found[j] = even[j] + odd[j];
 }
 
-/* One token on one panel; the value is overwritten by the output. */
+/* Computes one token on one panel. The output replaces the value. */
 static void pass(const recurrence *r, const moment *m, float *state, int64_t panel, int head)
 {
     vf found[VECTORS], values[VECTORS], added[VECTORS];

@@ -1,4 +1,4 @@
-/* What is done to one row at a time: embeddings, norms, rotation, activations, and the form that the next weights multiply. */
+/* Functions of a single row: embeddings, norms, rotation, activations, and the formats that weights multiply. */
 #include <math.h>
 
 #include "genbatch.h"
@@ -65,7 +65,7 @@ void norm_rms(const float *weight, float eps, int64_t size, float *x)
     for (int64_t i = 0; i < size; i++) x[i] = x[i] * scale * weight[i];
 }
 
-/* A token's embedding out of a table in whatever form. */
+/* Reads a token's embedding from a table in any format. */
 void embed_row(const table *t, int64_t id, float *out)
 {
     if (id >= t->count) id = 0;
@@ -111,7 +111,7 @@ void rope(const model *m, const layer *l, const step *s, float *head, const norm
     for (int i = 2 * half; i < D; i++) head[i] *= scale;
 }
 
-/* The norm of one head of a row: a weight for all heads, for each, or done before. */
+/* Returns the norm of one head: shared by all heads, its own, or none if the whole row was normed before. */
 norm head_norm(const model *m, const norm *n, int head, int head_dim)
 {
     if (m->qk_norm == QK_WHOLE) return (norm){NULL, NULL};
@@ -130,14 +130,14 @@ static float coarse_above(float x)
     return x;
 }
 
-/* Writes the integers of one group to `out` and returns what multiplies them. The group is scaled by its own
- * largest magnitude, so that an outlier costs precision to its group alone. */
+/* Writes the integers of one group to `out` and returns their factors. Each group has its own scale, so that an outlier costs
+ * precision only in its group. */
 ALWAYS_INLINE group_factors put_group(const float *x, const int64_t group, int8_t *out)
 {
     vf largest = {0};
     for (int64_t i = 0; i < group; i += VL) largest = vf_max(largest, vf_abs(vf_load(x + i)));
     float scale = coarse_above(vf_largest(largest) / 127.0f);
-    /* Below this the reciprocal overflows; such activations are zero for every purpose. */
+    /* Below this the reciprocal overflows; such activations count as zero. */
     float inverse = scale > 1e-37f ? 1.0f / scale : 0.0f;
     vi sum = {0};
     for (int64_t i = 0; i < group; i += VL) {
@@ -170,7 +170,7 @@ ALWAYS_INLINE void put_groups(const rows *out, tile_place at, int64_t r, const f
 
 static void put_int8(const rows *out, tile_place at, int64_t r, const float *x, int64_t size, int64_t from, int64_t to)
 {
-    switch (out->k / out->groups) { /* code of its own for the sizes that blocks of a file have */
+    switch (out->k / out->groups) { /* constant sizes make specialised code for the blocks of a file */
     case 16: put_groups(out, at, r, x, size, from, to, 16); break;
     case 32: put_groups(out, at, r, x, size, from, to, 32); break;
     default: put_groups(out, at, r, x, size, from, to, out->k / out->groups);
@@ -186,24 +186,24 @@ static float power_of_two(int exponent)
     return power;
 }
 
-/* Writes the integers of one group, of 16 or 32, to `out` [DIGITS][group] and returns what multiplies them. */
+/* Writes the integers of one group of 16 or 32 to `out` [DIGITS][group] and returns their factors. */
 ALWAYS_INLINE digit_factors put_digit_group(const float *x, const int64_t group, int8_t *out)
 {
     vi largest = {0};
     for (int64_t i = 0; i < group; i += VL) largest = vi_max(largest, (vi)vf_abs(vf_load(x + i)));
-    const int32_t bits = vi_largest(largest); /* orders as the floats do, infinities and no numbers above all */
+    const int32_t bits = vi_largest(largest); /* has the order of the floats, with infinities and NaN above all */
     float top;
     memcpy(&top, &bits, 4);
-    if (bits >= 0x7f800000) { /* its products are no numbers */
+    if (bits >= 0x7f800000) { /* its products become NaN */
         memset(out, 0, (size_t)(DIGITS * group));
         return (digit_factors){NAN, NAN, {0}};
     }
-    /* With some room, so that the highest digit stays below 128 whatever the lower ones carry. */
+    /* With some room, so that a carry cannot raise the highest digit to 128. */
     top *= 1.0078125f;
     int32_t exponent;
     memcpy(&exponent, &top, 4);
     exponent = (exponent >> 23) - 127;
-    if (exponent < -100) exponent = -100; /* less than 2^-122 is zero for every purpose */
+    if (exponent < -100) exponent = -100; /* less than 2^-122 counts as zero */
     const float scale = power_of_two(exponent - 22), inverse = power_of_two(22 - exponent);
     vi sums[DIGITS] = {{0}};
     for (int64_t i = 0; i < group; i += VL) {
@@ -281,7 +281,7 @@ void rows_put(int kind, const rows *out, int64_t row, const float *x, int64_t si
     rows_put_part(kind, out, row, x, size, 0, out->k);
 }
 
-/* What each kind of MLP makes of its sums */
+/* Activations */
 
 /* Absolute error below 2e-7 (Abramowitz and Stegun 7.1.26). */
 ALWAYS_INLINE vf vf_erf(vf x)
@@ -391,7 +391,7 @@ void multiply_activated(const model *m, const float *gates, int64_t count, float
     }
 }
 
-/* Divides and caps a block of logits where they lie. */
+/* Divides and caps a block of logits in place. */
 void logits_finish(const model *m, float *sums, int64_t count)
 {
     if (m->logit_divisor == 1.0f && m->logit_cap == 0) return;

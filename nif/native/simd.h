@@ -88,7 +88,7 @@ ALWAYS_INLINE vf vf_max(vf a, vf b)
 
 ALWAYS_INLINE vf vf_abs(vf x) { return (vf)((vi)x & 0x7fffffff); }
 
-/* Lanes are folded in halves: the order is the same for every caller. */
+/* Folds lanes in halves, in the same order for every caller. */
 ALWAYS_INLINE float vf_sum(vf x)
 {
 #if VL == 16
@@ -172,10 +172,10 @@ ALWAYS_INLINE vf vf_exp(vf x)
 ALWAYS_INLINE vf vf_cap(vf x, float cap)
 {
     vf capped = vf_fma(1.0f / (vf_exp(x * (2.0f / cap)) + 1.0f), vf_set1(-2.0f * cap), vf_set1(cap));
-    return vf_select(x == x, capped, x); /* what is no number stays none */
+    return vf_select(x == x, capped, x); /* a NaN stays a NaN */
 }
 
-/* 2^x for x < 127, relative error below 5e-7, exactly 1 for 0; 2^-126 for all that is less and for no number. */
+/* 2^x for x < 127, relative error below 5e-7, exactly 1 for 0; 2^-126 for smaller x and for NaN. */
 ALWAYS_INLINE vf vf_exp2(vf x)
 {
     const float shift = 12582912.0f; /* as above */
@@ -211,7 +211,7 @@ ALWAYS_INLINE vi vi_nearest(vf x)
 /* The low byte of each lane. */
 ALWAYS_INLINE void vb_store(void *p, vi x)
 {
-#if VL == 16 /* gcc takes some of these conversions apart into lanes */
+#if VL == 16 /* gcc splits some of these conversions into lanes */
     _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8((__m512i)x));
 #else
     *(vb_memory *)p = __builtin_convertvector(x, vb);
@@ -237,7 +237,7 @@ ALWAYS_INLINE vf vf_from_f16(const uint16_t *p)
 #elif defined(__aarch64__)
     return (vf)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
 #else
-    /* Moves exponent and mantissa into place and scales by 2^112, which also makes subnormals right. */
+    /* Moves exponent and mantissa into place and scales by 2^112, which is also correct for subnormals. */
     vi wide = __builtin_convertvector(*(const vh_memory *)p, vi);
     vf magnitude = (vf)((wide & 0x7fff) << 13) * 5.192296858534828e33f;
     return (vf)((vi)magnitude | ((wide & 0x8000) << 16));

@@ -1,17 +1,17 @@
-/* One forward pass: every thread runs the whole of it, phase by phase.
+/* One forward pass: every thread runs all phases in order.
  *
- * Inside a phase threads claim units of work from a counter, and a phase is over when all its units are done, whoever did
- * them. A thread that lost its core, or has yet to wake, holds up the unit that it has claimed, if any; when it comes back it
- * finds nothing left in the phases that it missed. Which thread computes a unit does not change its result. How many units a
- * phase has must be the same for a thread that comes late: it follows from the step and the model alone, and where it does
- * not (experts) all threads meet before and after it changes. */
+ * In a phase, threads claim units of work from a counter. The phase ends when all its units are done, by any thread. A thread
+ * that lost its core delays only a unit that it has claimed. When it returns, it finds no units left in the phases that it
+ * missed. The result of a unit does not depend on the thread. A late thread must find the same number of units in a phase, so
+ * the number follows from the step and the model only. The number of expert panels does not; so all threads meet before and
+ * after it changes. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "step.h"
 
-#define UNITS_PER_THREAD 3 /* of attention: with fewer, a thread waits for the last of another */
+#define UNITS_PER_THREAD 3 /* least units of attention for each thread: with fewer, threads wait for one another's last unit */
 
 static void embed_phase(worker *w)
 {
@@ -30,7 +30,7 @@ static void embed_phase(worker *w)
 
 /* Embeddings of the layers' own */
 
-/* Each layer's embedding of a token: the table's, and one made of the token's usual embedding. */
+/* Makes each layer's own embedding of a token, from a table and from the token's embedding. */
 static void inputs_phases(worker *w, int64_t count)
 {
     engine *e = w->engine;
@@ -50,8 +50,8 @@ static void inputs_phases(worker *w, int64_t count)
     phase_end(w);
 }
 
-/* x is gated into the width of the layer's embedding, multiplied by it, and what is projected back is added to x. Row i of
- * x is of the token index[i]. */
+/* Gates x into the width of the layer's own embedding, multiplies both, and adds the projection to x. Row i of x is of the
+ * token index[i]. */
 static void input_phases(worker *w, const layer *l, float *x, const int64_t *index, int64_t count)
 {
     engine *e = w->engine;
@@ -103,7 +103,7 @@ static void run(void *argument, int thread)
     if (m->layer_width) inputs_phases(&w, all.count);
     for (int i = 0; i < m->num_layers; i++) {
         const layer *l = &m->layers[i];
-        const stream *kept = i == m->num_layers - 1 ? &wanted : &all; /* behind the last cache write */
+        const stream *kept = i == m->num_layers - 1 ? &wanted : &all; /* after the last cache write, only rows with logits go on */
         if (l->recurrence) recur(&w, l, &all, kept);
         if (l->qkv.n) attend(&w, l, &all, kept);
         if (!kept->count) return;
@@ -117,7 +117,7 @@ static void run(void *argument, int thread)
     head_phase(&w, &m->head, wanted.count);
 }
 
-/* Which rows have which adapter, of all tokens and of those whose logits are wanted. */
+/* Sorts the rows by adapter: all rows, and the rows whose logits are needed. */
 static void find_adapters(engine *e)
 {
     const step *s = e->step;
@@ -127,16 +127,16 @@ static void find_adapters(engine *e)
     lora_sort(&work->lora, s->adapter_of, s->logit_rows, s->num_logit_rows, &work->lora_kept);
 }
 
-/* Families no larger than leaves every thread some units of each layer's attention. */
+/* Finds the families of each layer group. Their size is limited so that every thread gets units of attention. */
 static void find_families(engine *e)
 {
     const model *m = e->model;
     const int64_t entries = e->step->num_entries, threads = pool_size(e->pool);
-    const layer *first[MAX_GROUPS] = {NULL}; /* of each group, whose layers are alike; NULL of states */
+    const layer *first[MAX_GROUPS] = {NULL}; /* the first attention layer of each group; NULL for states */
     for (int i = m->num_layers - 1; i >= 0; i--)
         if (m->layers[i].qkv.n) first[m->layers[i].group] = &m->layers[i];
     for (int g = 0; g < m->num_groups; g++) {
-        if (!first[g]) continue; /* states meet nobody's keys */
+        if (!first[g]) continue; /* states have no keys */
         const int64_t heads = first[g]->num_kv_heads, rows = heads ? MAX_ROWS / (m->num_heads / heads) : 1;
         const int64_t share = threads == 1 ? entries : entries * heads / (UNITS_PER_THREAD * threads);
         const int64_t most = smaller(smaller(rows, MAX_FAMILY), share);
@@ -176,7 +176,7 @@ int engine_step(engine *e, const step *s, int64_t *where)
     if (!workspace_reserve(e)) return STEP_NO_MEMORY;
     find_families(e);
     find_adapters(e);
-    if (s->best) largest_clear(e->work.maxima, pool_size(e->pool) * s->num_logit_rows); /* a thread may not come at all */
+    if (s->best) largest_clear(e->work.maxima, pool_size(e->pool) * s->num_logit_rows); /* a thread may miss the whole step */
     memset(e->phases, 0, sizeof(phase) * (size_t)e->num_phases);
     pool_run(e->pool, run, e);
     return STEP_OK;

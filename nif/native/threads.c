@@ -1,8 +1,8 @@
-/* A pool whose threads run one function together.
+/* A pool of threads that run one function together.
  *
- * OpenMP is not used: torch brings its own libgomp, whose idle threads spin, and a step has some ten phases a layer, each
- * of which must cost a fraction of a microsecond. The caller is thread 0. It waits for nobody who has not come: a thread
- * that the system is late to wake joins while the run goes on, or leaves it out. */
+ * OpenMP is not used, because torch brings its own libgomp, whose idle threads spin. A step has some ten phases a layer, and
+ * each must cost less than a microsecond. The caller is thread 0, which does not wait for threads that have not arrived: a
+ * thread that wakes late joins the run under way, or misses it. */
 #include <limits.h>
 #include <pthread.h>
 #include <sched.h>
@@ -20,7 +20,7 @@
  * imbalance between two healthy threads and far shorter than a scheduler's time slice. */
 #define SPINS 5000
 
-/* Who is in a run: its number, whether it is over for newcomers, how many workers are inside. */
+/* The state of a run: its number, whether newcomers may still join, and how many workers are inside. */
 #define RUN ((uint64_t)1 << 32)
 #define OVER ((uint64_t)1 << 31)
 
@@ -53,12 +53,12 @@ static inline void relax(void)
 #endif
 }
 
-/* Until *word is no longer `seen`, or something woke all who sleep. Asleep, not by sched_yield: to Linux that is giving
- * away what is left of a slice, and beside other programs a step that yields at every phase gets a fraction of its share. */
+/* Sleeps until *word differs from `seen`, or until a wake. sched_yield is not used: it gives up the rest of a time slice, so
+ * beside other programs a step that yields at every phase gets a fraction of its share of the CPU. */
 static void sleep_on(pool *p, const void *word, uint32_t seen)
 {
 #ifdef __linux__
-    atomic_fetch_add(&p->asleep, 1); /* before the kernel looks at the word, as `wake` looks after it was changed */
+    atomic_fetch_add(&p->asleep, 1); /* counted before the kernel reads the word; `wake` reads the count after it changed the word */
     syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
     atomic_fetch_sub(&p->asleep, 1);
 #else
@@ -67,7 +67,7 @@ static void sleep_on(pool *p, const void *word, uint32_t seen)
 #endif
 }
 
-/* After *word was changed by a sequentially consistent operation. */
+/* Wakes sleepers. Call it after *word was changed by a sequentially consistent operation. */
 static void wake(pool *p, const void *word)
 {
 #ifdef __linux__
@@ -108,7 +108,7 @@ void pool_barrier(pool *p)
             sleep_on(p, &p->generation, generation);
 }
 
-/* Joins the run that is open, once; false where that is over. `last` is the run that the thread was in before. */
+/* Joins the open run, at most once; returns false if it is over. `last` is the thread's previous run. */
 static bool join(pool *p, uint64_t *last)
 {
     uint64_t present = atomic_load_explicit(&p->present, memory_order_acquire);
@@ -157,7 +157,7 @@ pool *pool_create(int num_threads)
         if (start) *start = (start_argument){p, i};
         if (!start || pthread_create(&p->threads[i], NULL, thread_main, start) != 0) {
             free(start);
-            p->num_threads = i; /* fewer threads than asked for; pool_size tells */
+            p->num_threads = i; /* fewer threads than requested; see pool_size */
             break;
         }
     }

@@ -1,7 +1,7 @@
-/* How rows are cut into register tiles, and the switch to the code compiled for a size.
+/* Cutting rows into register tiles, and choosing the code that is compiled for a tile's size.
  *
- * A tile of R rows lies in memory as its multiplication reads it: [k / unit][R][unit], where the unit is what is
- * broadcast at once (a float, a pair of bfloat16, four bytes). One pointer then serves all rows. */
+ * A tile of R rows is stored in the order of its multiplication: [k / unit][R][unit], where a unit is broadcast at once (a
+ * float, a pair of bfloat16, four bytes). So one pointer serves all rows. */
 #ifndef GENBATCH_TILES_H
 #define GENBATCH_TILES_H
 

@@ -14,7 +14,7 @@ static int64_t largest_k(const model *m)
     return k;
 }
 
-/* Of one thread. */
+/* Returns the scratch floats of one thread. */
 static int64_t scratch_floats(const model *m)
 {
     const int64_t row = m->layer_embedding.width > m->hidden ? m->layer_embedding.width : m->hidden;
@@ -28,13 +28,13 @@ static int64_t scratch_floats(const model *m)
 
 #define LINE 64 /* bytes of a cache line */
 
-/* Where the next buffer goes; without memory the bytes are only counted. */
+/* The place of the next buffer. Without memory, bytes are only counted. */
 typedef struct {
     uint8_t *memory;
     int64_t bytes;
 } layout;
 
-/* A buffer on cache lines of its own. */
+/* Returns a buffer on cache lines of its own; NULL without memory. */
 static void *take(layout *to, int64_t count, size_t size)
 {
     void *buffer = to->memory ? to->memory + to->bytes : NULL;
@@ -42,12 +42,12 @@ static void *take(layout *to, int64_t count, size_t size)
     return buffer;
 }
 
-/* Lays out the buffers of a step from `memory` on, or nowhere; the bytes that they take. */
+/* Lays out the buffers of a step from `memory` on, and returns their bytes. With NULL it only counts. */
 static int64_t lay_out(const model *m, const step *s, int threads, uint8_t *memory, workspace *w)
 {
     layout to = {memory, 0};
     const int64_t T = s->num_tokens, R = s->num_logit_rows;
-    const int64_t count = T > R ? T : R; /* a row may be asked for twice */
+    const int64_t count = T > R ? T : R; /* a step may ask for a row's logits twice */
     int64_t width = 0, pitch = 0;
     for (int i = 0; i < m->num_layers; i++) {
         const layer *l = &m->layers[i];
