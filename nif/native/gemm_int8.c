@@ -102,7 +102,7 @@ ALWAYS_INLINE void tile_u4(const int R, const uint8_t *w, const int8_t *x, const
     }
 }
 
-/* What a pass over some of a block's groups reads; `k` is the first input. */
+/* The inputs of a pass over some groups of a block; `k` is the first input. */
 typedef struct {
     const int8_t *x;
     const group_factors *factors;

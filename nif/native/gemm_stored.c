@@ -19,7 +19,7 @@ static const float FLOAT_LEVELS[][16] = LEVEL_TABLES;
 #undef LEVEL
 static const float PLAIN[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-/* The lowest 4 bits of each lane as a place in a table of 16. */
+/* Looks up the lowest 4 bits of each lane in a table of 16. */
 ALWAYS_INLINE vf looked_up(const float *table, vi lanes)
 {
 #if VL == 16
@@ -39,7 +39,7 @@ ALWAYS_INLINE int shift4(int i) { return i < 4 ? 8 * i : 8 * (i - 4) + 4; }
 ALWAYS_INLINE int shift2(int j, int i) { return 8 * (i % 4) + 2 * (j % 2 * 2 + i / 4); }
 ALWAYS_INLINE int shift1(int j, int i) { return 8 * (i % 4) + 2 * j + i / 4; }
 
-/* Moves bit `from` of each lane to bit `to`; others are noise. */
+/* Moves bit `from` of each lane to bit `to`; the other bits are undefined. */
 ALWAYS_INLINE vi moved(vi x, int from, int to) { return from >= to ? x >> (from - to) : x << (to - from); }
 
 /* The weight of input i of the eight. */
@@ -67,7 +67,7 @@ ALWAYS_INLINE vf weight_at(const stored_type t, const words w, int i, const grou
     return vf_fma(g.scale, code, -g.minus);
 }
 
-/* What becomes of a weight: with `x` it is multiplied into `sums`, without it goes to `out` [inputs][COLUMNS]. */
+/* Uses a weight: with `x` it is multiplied into `sums`, without `x` it goes to `out` [inputs][COLUMNS]. */
 typedef struct {
     const float *x;
     vf *sums;
@@ -148,7 +148,7 @@ ALWAYS_INLINE void use_halves(const int kind, const bool multiply, const uint8_t
     default: FOR_BLOCK_KINDS(kind, CALL)                                                                       \
     }
 
-/* Weights of the inputs [from, from + count) of one block; one function a type, shared by what needs them. */
+/* Makes the weights of the inputs [from, from + count) of one block; there is one function for each type. */
 static void make(int kind, const uint8_t *weights, int64_t from, int64_t count, float *out)
 {
     const use u = {.out = out};
@@ -189,7 +189,7 @@ void gemm_stored_block(int kind, const uint8_t *weights, int64_t k, const rows *
     }
 }
 
-/* One output's weights, [k]: a token's embedding out of the blocks that the head multiplies. */
+/* Reads one output's weights, [k]: a token's embedding, if the embedding and the head share their blocks. */
 void stored_row(int kind, const uint8_t *weights, int64_t k, int column, float *out)
 {
     _Alignas(64) float made[DEPTH * COLUMNS];

@@ -21,9 +21,9 @@
 #define DIGIT_ROWS 2
 #endif
 
-#define FEW_ROWS 2 /* up to these a step waits for memory */
+#define FEW_ROWS 2 /* with at most so many rows, memory is the limit */
 
-/* Only where one instruction multiplies four bytes is this faster than float products. */
+/* This is faster than float products only if one instruction multiplies four bytes. */
 bool digits_pay(void)
 {
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_MATMUL_INT8)
@@ -92,7 +92,7 @@ ALWAYS_INLINE void tile(const int R, const code_form form, const bool minima, in
     }
 }
 
-/* The power of two that is a type's zero; -1 for a type with minima. */
+/* Returns the exponent of a type's zero, a power of two; -1 for a type with minima. */
 static int zero_shift_of(const int kind)
 {
     const stored_type t = stored_type_of(kind);

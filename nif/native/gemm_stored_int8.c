@@ -8,7 +8,7 @@
 #include "stored_plain.h"
 #include "tiles.h"
 
-#define FEW_ROWS 4 /* up to these a step waits for memory */
+#define FEW_ROWS 4 /* with at most so many rows, memory is the limit */
 
 /* A word's inputs times R rows, into `s`: two vectors of columns a row. Returns where the rows go on. */
 ALWAYS_INLINE const int8_t *multiply_word(const int R, const code_form form, int word, const group_words *words, const vi *plane,

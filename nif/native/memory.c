@@ -1,4 +1,4 @@
-/* Large zeroed memory on huge pages: weights and KV blocks are read front to back, with fewer pages to look up. */
+/* Large zeroed memory on huge pages. Weights and KV blocks are read in order, so fewer pages mean fewer TLB misses. */
 #include <stdlib.h>
 #include <sys/mman.h>
 
@@ -8,7 +8,7 @@
 
 #if defined(__SANITIZE_ADDRESS__)
 
-/* The sanitizer watches the ends of what it allocates itself. */
+/* The sanitizer checks the bounds of its own allocations. */
 void *memory_allocate(int64_t bytes) { return calloc((size_t)(bytes > 0 ? bytes : 1), 1); }
 
 void memory_free(void *p, int64_t bytes)
@@ -23,7 +23,7 @@ static int64_t pages_for(int64_t bytes) { return padded(bytes > 0 ? bytes : 1, H
 
 void *memory_allocate(int64_t bytes)
 {
-    /* One page more than needed, so that an aligned part can be kept; the rest goes back. */
+    /* One page more than needed, so that an aligned part can be kept; the rest is unmapped. */
     int64_t size = pages_for(bytes);
     uint8_t *p = mmap(NULL, (size_t)(size + HUGE_PAGE), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED) return NULL;

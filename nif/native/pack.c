@@ -1,7 +1,7 @@
-/* Puts weight matrices into the blocks that the gemm files describe; weights.py holds the twins in torch.
+/* Packs weight matrices into the blocks that the gemm files describe; tests compare them with torch.
  *
- * Each function fills the blocks [first, end) of one matrix, so that several threads may share it. Rows and inputs
- * beyond the matrix become zeros. */
+ * Each function fills the blocks [first, end) of one matrix, so that threads can share the work. Rows and inputs beyond the
+ * matrix become zeros. */
 #include <math.h>
 
 #include "genbatch.h"
@@ -37,7 +37,7 @@ void pack_bf16(const float *matrix, int64_t n, int64_t k, int64_t first, int64_t
                     bf16_from_float(at(matrix, n, k, block * COLUMNS + c, i));
 }
 
-/* The scale is rounded first and the weights to what it then is, so rounding it costs nothing. */
+/* The scale is rounded first, and weights are rounded to multiples of the rounded scale, so that its rounding adds no error. */
 static void pack_i8_group(const float *w, int64_t count, int64_t group, int64_t c, uint8_t *out)
 {
     float largest = 0;
@@ -85,9 +85,9 @@ static float float_from_f16(uint16_t half)
     return vf_from_f16(lanes)[0];
 }
 
-/* The grid that its weights' squared errors are least on, of some that are a little finer or coarser than one from end
- * to end: its levels are where a least-squares line through its codes puts them. Large weights count more, as in
- * llama.cpp's K-quants: they meet large activations more often than others. */
+/* Finds the grid with the least squared error, among grids a little finer or coarser than the one from the least to the
+ * largest weight; a least-squares line through the codes gives its levels. Large weights count more, as in llama.cpp's
+ * K-quants, because large activations meet them more often. */
 static void nearest_grid(const float *w, float low, float high, float *step, float *offset)
 {
     vf x[U4_VECTORS], weight[U4_VECTORS];
@@ -124,8 +124,8 @@ static void nearest_grid(const float *w, float low, float high, float *step, flo
     }
 }
 
-/* Finds the grid of one group: that from end to end, or with `nearest` the best. False when some weight is farther from
- * it than `tolerance` of the largest, or float16 does not hold it. */
+/* Finds the grid of one group: from the least to the largest weight, or with `nearest` the best. Returns false if a weight is
+ * farther from the grid than `tolerance` times the largest, or if float16 cannot hold the grid. */
 static bool pack_u4_group(const float *w, bool nearest, float tolerance, int64_t c, uint8_t *out)
 {
     float low = w[0], high = w[0];
@@ -152,8 +152,8 @@ static bool pack_u4_group(const float *w, bool nearest, float tolerance, int64_t
     return true;
 }
 
-/* Whether every weight lies on a 4-bit grid, or with `nearest` within `tolerance` of one; if not, `out` is partly filled.
- * k is a multiple of 32. */
+/* Returns whether every weight lies on a 4-bit grid, or with `nearest` within `tolerance` of one; if not, `out` is partly
+ * filled. k is a multiple of 32. */
 bool pack_u4(const float *matrix, int64_t n, int64_t k, bool nearest, float tolerance, int64_t first, int64_t end,
              uint8_t *out)
 {

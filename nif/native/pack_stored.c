@@ -1,7 +1,8 @@
-/* Puts the blocks of a GGUF file, and groups as nif/models/quantised_checkpoint.py lays them out, into the form of stored.h: each file's block of one row becomes one lane of a unit.
+/* Packs the blocks of a GGUF file, and the groups that nif/models/quantised_checkpoint.py makes, into the layout of stored.h:
+ * a row's block becomes one lane of a unit.
  *
- * Rows come as pointers, so that merged, interleaved and permuted matrices need no copy; a NULL row is zeros. Little
- * endian, as the format. */
+ * Rows come as pointers, so that merged, interleaved and permuted matrices need no copy; a NULL row is zeros. Little endian,
+ * as GGUF. */
 #include "genbatch.h"
 #include "simd.h"
 #include "stored.h"
@@ -81,20 +82,20 @@ static void scales_and_minima(const uint8_t *p, uint8_t *scales, uint8_t *minima
     }
 }
 
-/* Types whose blocks name patterns of 4 or 8 codes (IQ1, IQ2, IQ3), and others that are unpacked a code a byte. */
+/* Types with patterns of 4 or 8 codes (IQ1, IQ2, IQ3), and other types that are unpacked to a byte for each code. */
 
 static uint16_t half_word(const uint8_t *p) { return (uint16_t)(p[0] | p[1] << 8); }
 
-/* `count` codes of a pattern, each with the bit of its sign moved to `sign`. */
+/* Writes `count` codes of a pattern, with the sign of each in the bit `sign`. */
 static void put_pattern(const uint8_t *pattern, int count, unsigned signs, int sign, uint8_t *codes)
 {
     for (int i = 0; i < count; i++) codes[i] = (uint8_t)(pattern[i] | (signs >> i & 1) << sign);
 }
 
-/* Eight signs of seven bits: their number is even. */
+/* Makes eight signs of seven bits: the number of minus signs is even. */
 static unsigned eight_signs(unsigned seven) { return seven | (unsigned)(__builtin_popcount(seven) & 1) << 7; }
 
-/* The codes of IQ2_XXS, IQ2_XS and IQ2_S: which of three sizes, and 4 for a minus; `s`: twice the scale plus 1. */
+/* Codes of IQ2_XXS, IQ2_XS and IQ2_S: one of three sizes, plus 4 for a negative one; `s`: twice the scale plus 1. */
 static void unpack_iq2(const int kind, const uint8_t *from, const uint8_t *patterns, uint8_t *codes, uint8_t *s)
 {
     for (int i = 0; i < 32; i++) { /* eight inputs */
@@ -117,7 +118,7 @@ static void unpack_iq2(const int kind, const uint8_t *from, const uint8_t *patte
     }
 }
 
-/* Those of IQ3_XXS and IQ3_S: which of eight sizes, and 8 for a minus. */
+/* Codes of IQ3_XXS and IQ3_S: one of eight sizes, plus 8 for a negative one. */
 static void unpack_iq3(const int kind, const uint8_t *from, const uint8_t *patterns, uint8_t *codes, uint8_t *s)
 {
     for (int i = 0; i < 64; i++) { /* four inputs */
@@ -135,7 +136,7 @@ static void unpack_iq3(const int kind, const uint8_t *from, const uint8_t *patte
     }
 }
 
-/* Those of IQ1_S: 0, 1 or 2; `n`: scale times what is beside zero taken off, in eighths. */
+/* Codes of IQ1_S: 0, 1 or 2; `n`: the offset times the scale, in eighths. */
 static void unpack_iq1_s(const uint8_t *from, const uint8_t *patterns, uint8_t *codes, uint8_t *s, uint8_t *n)
 {
     for (int i = 0; i < 32; i++) {
@@ -147,7 +148,7 @@ static void unpack_iq1_s(const uint8_t *from, const uint8_t *patterns, uint8_t *
     }
 }
 
-/* Those of IQ1_M, plus 4 where an eighth is taken off and not added; d is in the high bits of its scales. */
+/* Codes of IQ1_M, plus 4 if an eighth is subtracted and not added; d is in the high bits of the scales. */
 static void unpack_iq1_m(const uint8_t *from, const uint8_t *patterns, uint8_t *codes, uint8_t *s, uint8_t *d)
 {
     uint16_t half = 0;
@@ -172,7 +173,7 @@ static void unpack_tq1(const uint8_t *from, uint8_t *codes)
                 *codes++ = (uint8_t)((uint8_t)(from[i] * power[p]) * 3 >> 8);
 }
 
-/* A unit's codes, a byte each, to the planes of its cells, each cell's scales before them. */
+/* Writes a unit's codes, a byte each, to the planes of its cells, after the scales of each cell. */
 static void put_codes(const stored_type t, const uint8_t *codes, const uint8_t *s, const uint8_t *n, int c, uint8_t *cells)
 {
     const int scales = scale_bytes(t), size = scales + code_bytes(t), groups = t.scale_group ? CELL / t.scale_group : 0;
@@ -238,7 +239,7 @@ static void pack_patterns(const int kind, const uint8_t *from, const uint8_t *pa
     put_codes(t, codes, s, n, c, unit + head_bytes(t));
 }
 
-/* One block of the file to lane `c` of a unit. `out` begins at that lane's bytes nowhere: strides are whole lines. */
+/* Packs one block of the file into lane `c` of a unit at `out`; strides are whole lines. */
 static void pack_unit(const int kind, const uint8_t *from, const uint8_t *patterns, int c, uint8_t *unit)
 {
     const stored_type t = stored_type_of(kind);
@@ -431,7 +432,7 @@ static bool has_no_nan(const stored_type t, const uint8_t *unit, int c)
     return none;
 }
 
-/* Whether the factors of lane `c` of a packed unit are finite numbers. */
+/* Returns whether the factors of lane `c` of a packed unit are finite. */
 static bool unit_is_finite(const stored_type t, const uint8_t *unit, int c)
 {
     if (t.head == NO_HEAD) return true;
@@ -443,8 +444,8 @@ static bool unit_is_finite(const stored_type t, const uint8_t *unit, int c)
     return is_finite16(unit + 2 * c, EXPONENT_F16) && (!t.minima || is_finite16(unit + HALVES + 2 * c, EXPONENT_F16));
 }
 
-/* Fills the blocks [first, end) from rows [n] of k inputs; `out` is zeroed memory that begins with block 0. False where
- * a scale, or a float of 16 or 8 bits, is NaN or infinite. `patterns`: of IQ1, IQ2 and IQ3 the codes of each, one a byte. */
+/* Fills the blocks [first, end) from rows [n] of k inputs; `out` is zeroed memory that begins with block 0. Returns false if a
+ * scale, or a float of 16 or 8 bits, is NaN or infinite. `patterns`: for IQ1, IQ2 and IQ3 each pattern's codes, a byte each. */
 bool pack_stored(int kind, const uint8_t *patterns, const uint8_t *const *rows, int64_t n, int64_t k, int64_t first, int64_t end, uint8_t *out)
 {
     const stored_type t = stored_type_of(kind);

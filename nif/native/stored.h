@@ -30,18 +30,18 @@
 #define WORDS (4 * COLUMNS) /* bytes of one word of every column */
 #define HALVES (2 * COLUMNS)
 
-/* What codes stand for: themselves, or the levels of a table (stored_cell.h); of 8 bits numbers of FP8. */
+/* The meaning of codes: their own value, the levels of a table (stored_cell.h), or FP8. */
 typedef enum { LINEAR, IQ4_LEVELS, E2M1_LEVELS, IQ1_LEVELS, IQ2_LEVELS, IQ3_LEVELS, ODD_LEVELS, E4M3 } level_table;
 
-/* What a unit begins with: d; d and dmin or m; a scale and a zero; an exponent; a scale; nothing. */
+/* The head of a unit: d; d and dmin or m; a scale and a zero; an exponent; a scale; nothing. */
 typedef enum { HALF, TWO_HALVES, WIDE_HEAD, E8M0, FLOAT, NO_HEAD } head_form;
 
-/* What a type is made of. */
+/* The layout of a type. */
 typedef struct {
     int unit; /* inputs */
     int bits; /* of a code: 2, 3, 4, 5, 6, 8; 16 for floats */
     int scale_group; /* inputs that share a scale byte; 0: d is the scale */
-    bool minima; /* whether something is subtracted (K-quants) or added (Q4_1, Q5_1) beside zero * scale */
+    bool minima; /* whether a minimum is subtracted (K-quants) or added (Q4_1, Q5_1) in addition to zero * scale */
     bool packed_minima; /* Q2_K: scale and minimum are nibbles of one byte */
     int zero; /* the code that means 0 */
     level_table levels;

@@ -1,4 +1,4 @@
-/* A cell of stored.h as both kinds of multiplication read it: its groups' factors, and its codes a word at a time. */
+/* Reading a cell of stored.h, for float and integer products: the factors of its groups, and its codes word by word. */
 #ifndef GENBATCH_STORED_CELL_H
 #define GENBATCH_STORED_CELL_H
 
@@ -6,7 +6,7 @@
 
 #define VECTORS (COLUMNS / VL)
 
-/* What turns the codes of one group into weights: weight = scale * code - minus. */
+/* The factors of a group: weight = scale * code - minus. */
 typedef struct {
     vf scale, minus;
 } group;
@@ -23,7 +23,7 @@ ALWAYS_INLINE vf bytes_to_floats(const uint8_t *p, const bool is_signed)
 #endif
 }
 
-/* FP8 (E4M3) in the lowest byte of each lane; what would be NaN is 480. */
+/* Converts FP8 (E4M3) in the lowest byte of each lane; the code of NaN becomes 480. */
 ALWAYS_INLINE vf from_e4m3(vi lanes)
 {
     const vi bits = ((lanes & 127) << 20) | ((lanes & 128) << 24);
@@ -43,15 +43,15 @@ ALWAYS_INLINE vi bytes_to_lanes(const uint8_t *p)
 
 ALWAYS_INLINE vf bytes_from_e4m3(const uint8_t *p) { return from_e4m3(bytes_to_lanes(p)); }
 
-/* 2^(e - 128): half of what the exponent e of MXFP4 says, as levels are twice what its codes say. */
+/* 2^(e - 128), half of MXFP4's exponent e, because our levels are twice the values of its codes. */
 ALWAYS_INLINE vf half_of_e8m0(const uint8_t *p)
 {
     const vi e = bytes_to_lanes(p);
     return (vf)(e << 23) * 0.5f + (vf)(vi)((e == 0) & 0x00200000);
 }
 
-/* What codes stand for, times 1 / factor; codes of 3 bits twice. A zero is a code that no file has. LEVEL is a number as
- * one user of the tables has it: a float, or a byte that is raised. */
+/* The values of codes, times 1 / factor; the 8 values of 3-bit codes stand twice. 0 marks a code that no file has. LEVEL turns
+ * a number into the user's type: a float, or a byte with an offset. */
 #define LEVEL_TABLES                                                                                                 \
     {                                                                                                                \
         [IQ4_LEVELS] = {LEVEL(-127), LEVEL(-104), LEVEL(-83), LEVEL(-65), LEVEL(-49), LEVEL(-35), LEVEL(-22),        \

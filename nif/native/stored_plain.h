@@ -1,7 +1,7 @@
-/* A stretch of a block of stored.h as integer dot products read it: its codes, and the factors of each group.
+/* A stretch of a block of stored.h in the form that integer dot products read: its codes, and the factors of each group.
  *
- * Codes of 8 and of 4 bits are read where they lie, those of 6 bits too where the stretch is walked over but once. Others
- * are laid out a byte a code. */
+ * Codes of 8 and 4 bits are read in place, and codes of 6 bits if the stretch is used for one tile only. Other codes are
+ * unpacked to a byte each. */
 #ifndef GENBATCH_STORED_PLAIN_H
 #define GENBATCH_STORED_PLAIN_H
 
@@ -12,7 +12,7 @@
 
 #define DEPTH 256 /* inputs: some 14 KB of L1 */
 #define LEAST_GROUP 16
-#define STRETCHES_AHEAD 2 /* one alone takes less time with a single row than memory does to answer */
+#define STRETCHES_AHEAD 2 /* with a single row, one word takes less time than memory needs to answer */
 
 #define RAISED_ZERO 128 /* levels are bytes, plus this */
 #define LEVEL(x) (x) + RAISED_ZERO
@@ -23,19 +23,19 @@ typedef struct {
     _Alignas(64) uint8_t codes[DEPTH * COLUMNS]; /* [DEPTH / 4][COLUMNS][4] */
     _Alignas(64) float scales[DEPTH / LEAST_GROUP][COLUMNS];
     _Alignas(64) float minus[DEPTH / LEAST_GROUP][COLUMNS];
-    const uint8_t *cells[DEPTH / CELL]; /* where each 32 inputs lie: in `codes`, or in the block itself */
-    const uint8_t *ahead; /* what is laid out later, to be fetched while this is multiplied */
-    int64_t stride; /* bytes of it for every 4 inputs */
+    const uint8_t *cells[DEPTH / CELL]; /* the address of each 32 inputs, in `codes` or in the block itself */
+    const uint8_t *ahead; /* the next block, which is prefetched during the multiplication */
+    int64_t stride; /* its bytes for every 4 inputs */
 } plain;
 
-/* What a word of the codes holds. */
+/* The contents of a word of codes. */
 typedef enum {
     BYTES, /* 4 inputs */
     NIBBLES, /* 8 inputs, half a byte each */
     SIXES, /* the same, and 16 inputs share a word with two more bits of each; groups have 16 */
 } code_form;
 
-/* `once`: the stretch is walked over once, so that laying it out would take longer than it saves. */
+/* `once`: the stretch is used for one tile, so that unpacking takes longer than it saves. */
 ALWAYS_INLINE code_form form_of(const stored_type t, const bool once)
 {
     if (t.bits == 6 && once) return SIXES;
@@ -44,8 +44,8 @@ ALWAYS_INLINE code_form form_of(const stored_type t, const bool once)
 
 ALWAYS_INLINE int inputs_of_word(const code_form form) { return form == BYTES ? 4 : 8; }
 
-/* Asks for what a word's inputs will be replaced by. All at once would be more than a core can wait for. With few rows
- * memory is what is waited for: to L2 more lines can be under way than to L1. With more rows L1 saves loads their time. */
+/* Prefetches the block that will overwrite this word, a few lines at a time, because a core has room for few. With few rows,
+ * memory is the limit, and more lines can be in flight to L2 than to L1. With more rows, L1 makes the loads faster. */
 ALWAYS_INLINE void fetch_ahead(const code_form form, const bool few_rows, const plain *p, int64_t input)
 {
     const uint8_t *at = p->ahead + input / 4 * p->stride;
@@ -97,7 +97,7 @@ ALWAYS_INLINE vi raised(const uint8_t *levels, vi nibbles)
 #endif
 }
 
-/* Four inputs from 8 * j + 4 * half on, a byte each. */
+/* Returns the four inputs from 8 * j + 4 * half, a byte each. */
 ALWAYS_INLINE vi codes_of(const stored_type t, const words w, int half)
 {
     const vi one = vi_set1(0x01010101), three = vi_set1(0x03030303), nibble = vi_set1(0x0f0f0f0f);
