@@ -26,7 +26,7 @@ _DECLARATION = re.compile(r"(?:const )?(\w+) (.+)", re.DOTALL)
 _NAME = re.compile(r"(?P<stars>[* ]*(?:const )?\**)(?P<name>\w+)(?:\[(?P<count>\w+)\])?$")
 
 
-class Header:
+class CHeader:
     """The contents of a C header in the plain style of abi.h.
 
     Args:
@@ -95,7 +95,7 @@ def _type(base: str, stars: int) -> Any:
     return _structs[base] if base in _structs else _VALUES[base]
 
 
-HEADER = Header((Path(__file__).parent / "abi.h").read_text())
+HEADER = CHeader((Path(__file__).parent / "abi.h").read_text())
 _structs: dict[str, type[Structure]] = {}
 _Struct = TypeVar("_Struct", bound=type[Structure])
 
