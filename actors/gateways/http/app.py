@@ -143,12 +143,12 @@ def docs_page(endpoints: Sequence[Endpoint]) -> str:
     parts = []
     for endpoint in endpoints:
         parts.append(f'<section class="card"><h2>{endpoint.method} {html.escape(endpoint.shown)}</h2>')
-        parts.append(f"<p>{html.escape(endpoint.summary)}</p>")
+        parts.append(f"<p>{_shown_text(endpoint.summary)}</p>")
         if endpoint.body is not None:
             told = {**_arguments(GenerateRequest), **_arguments(endpoint.body)}
             rows = "".join(
                 f"<tr><td><code>{field.name}</code></td><td><code>{html.escape(_json_type(field.type))}</code></td>"
-                f"<td>{'required' if field.required else ''}</td><td>{html.escape(told.get(field.name, ''))}</td></tr>"
+                f"<td>{'required' if field.required else ''}</td><td>{_shown_text(told.get(field.name, ''))}</td></tr>"
                 for field in msgspec.structs.fields(endpoint.body)
             )
             parts.append(f"<details><summary>{_first_line(endpoint.body)}</summary><table>{rows}</table></details>")
@@ -191,7 +191,12 @@ def _arguments(body: type) -> dict[str, str]:
 
 
 def _first_line(body: type) -> str:
-    return html.escape((inspect.getdoc(body) or "").partition("\n")[0])
+    return _shown_text((inspect.getdoc(body) or "").partition("\n")[0])
+
+
+def _shown_text(text: str) -> str:
+    """A docstring's text as HTML, with its `code` as an element."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))
 
 
 _PAGE = """<!doctype html>

@@ -361,11 +361,13 @@ def _put(put: Callable[[int, Token], None], first_choice: int, token: Token) -> 
 
 
 def _finished(result: Result) -> Result:
-    """The result that the client gets. An answer that a drain has cut ends as one that its length has cut.
+    """The result that the client gets.
+
+    An answer that a drain or the caller's own deadline has cut ends as one that its length has cut.
 
     Raises:
-        Unavailable: the service ended the request before its first token.
-        DeadlineExceeded, EngineError: the service ended the request early.
+        Unavailable, DeadlineExceeded: the request ended before its first token.
+        EngineError: the service failed at the request.
     """
     if result.usage.completion_tokens:
         result = msgspec.structs.replace(_cut(result), several=tuple(map(_cut, result.several)))
@@ -373,7 +375,7 @@ def _finished(result: Result) -> Result:
     if "cancelled" in reasons:
         raise Unavailable("the service ended the request before it was done", retry_after_ms=RETRY_AFTER_DRAIN_MS)
     if "deadline" in reasons:
-        raise DeadlineExceeded("the deadline passed before the answer was done")
+        raise DeadlineExceeded("the deadline passed before the first token")
     if "error" in reasons:
         raise EngineError("the service failed at this request")
     return result
@@ -381,7 +383,8 @@ def _finished(result: Result) -> Result:
 
 def _cut(part: AnswerPart) -> AnswerPart:
     """Return a result or a choice with a finish reason that every API has a shape for."""
-    return msgspec.structs.replace(part, finish_reason="length") if part.finish_reason == "cancelled" else part
+    is_cut = part.finish_reason in ("cancelled", "deadline")
+    return msgspec.structs.replace(part, finish_reason="length") if is_cut else part
 
 
 async def cancel_when_gone(receive: Receive, scope: trio.CancelScope) -> None:

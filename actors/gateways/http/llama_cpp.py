@@ -20,6 +20,7 @@ from genbatch.actors.gateways.http.bodies import (
     describe,
     llama_names,
     llama_params,
+    set_fields,
     to_json,
 )
 from genbatch.actors.gateways.http.fields import Fields
@@ -49,6 +50,7 @@ class _LlamaFields(LlamaSampling, frozen=True, kw_only=True, forbid_unknown_fiel
         json_schema: a JSON Schema that the text validates against.
         n_probs: how many of the likeliest tokens to show with each one; 0 shows none.
         response_fields: the fields of the answer to send, as "content" and "timings/prompt_n"; none sends all.
+        deadline_s: ours: seconds after which the answer ends with what it has.
     """
 
     model: str | None = None
@@ -60,6 +62,7 @@ class _LlamaFields(LlamaSampling, frozen=True, kw_only=True, forbid_unknown_fiel
     response_fields: list[str] | None = None
     grammar: str | None = None
     regex: str | None = None
+    deadline_s: float | None = None
 
 
 class LlamaCompletionFields(_LlamaFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -114,6 +117,7 @@ def _request(
     has_limit = fields.n_predict is not None and fields.n_predict >= 0
     params = llama_params(fields, fields.n_predict if has_limit else None)
     params |= {name: value for name in ("ignore_eos", "grammar", "regex") if (value := getattr(fields, name))}
+    params |= set_fields(fields, ("deadline_s",))
     if params.get("stop") == "":
         del params["stop"]
     if fields.json_schema:

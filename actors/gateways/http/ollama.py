@@ -36,6 +36,7 @@ from genbatch.actors.gateways.http.bodies import (
     llama_names,
     llama_params,
     renamed,
+    set_fields,
     to_json,
 )
 from genbatch.actors.gateways.http.fields import EFFORT_NAMES, Fields, ThinkingParams
@@ -79,6 +80,7 @@ class OllamaFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         top_logprobs: how many of the likeliest tokens to show with each one.
         keep_alive: seconds, or a duration such as "5m", that a model which is served on demand stays loaded without
             requests; negative keeps it, 0 unloads it after this request. A body without a prompt loads or unloads it.
+        deadline_s: ours: seconds after which the answer ends with what it has.
     """
 
     model: str
@@ -89,6 +91,7 @@ class OllamaFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     logprobs: bool | None = None
     top_logprobs: int | None = None
     keep_alive: str | float | None = None
+    deadline_s: float | None = None
 
 
 class OllamaChatFields(OllamaFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -245,7 +248,7 @@ def _drawing(fields: OllamaFields) -> dict[str, Any]:
         raise InvalidRequest("format", f'must be "json" or a JSON Schema, not {fields.format!r:.40}')
     if fields.logprobs:
         params["logprobs"] = fields.top_logprobs or 0
-    return params
+    return params | set_fields(fields, ("deadline_s",))
 
 
 def _thinking(fields: OllamaFields, reader: Fields) -> ThinkingParams:

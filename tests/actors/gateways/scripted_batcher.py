@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import trio
 
 from genbatch.actors.batcher.messages import Generate
@@ -18,6 +19,7 @@ from genbatch.proto.messages import (
     DetokenizeRequest,
     Drained,
     DrainRequest,
+    FinishReason,
     Health,
     HealthRequest,
     ModelCard,
@@ -64,9 +66,9 @@ class Held:
         if self.message.on_token is not None:
             self.message.on_token(token)
 
-    def finish(self) -> None:
+    def finish(self, reason: FinishReason = "stop") -> None:
         """Replies with the tokens so far."""
-        reply(self.from_, self.result())
+        reply(self.from_, msgspec.structs.replace(self.result(), finish_reason=reason))
 
     def fail(self, error: GenbatchError) -> None:
         """Replies with an error."""

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import httpx2
 import msgspec
 import pytest
 import trio
@@ -24,6 +25,7 @@ from tests.waiting import received_until
 RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "x"}]
+HOLD = [{"role": "user", "content": "hold"}]
 SILENT = {"role": "assistant", "content": None}
 TOOL = {"name": "f", "parameters": {"type": "object"}}
 
@@ -226,23 +228,70 @@ async def test_a_silent_stream_has_heartbeats_and_says_how_it_ended(
             await received_until(client, ends.get(path, b"[DONE]"))
 
 
+# Every way to an answer, with a body that asks for it, and what says there that the answer was cut.
+DEADLINE_DOORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    COMPLETION: ({"prompt": "hold"}, {"finish_reason": "length"}),
+    "/v1/fim/completions": ({"prompt": "hold"}, {"finish_reason": "length"}),
+    CHAT: ({"messages": HOLD}, {"finish_reason": "length"}),
+    RESPONSES: ({"input": "hold"}, {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}),
+    MESSAGES: ({"messages": HOLD, "max_tokens": 9}, {"stop_reason": "max_tokens"}),
+    "/api/chat": ({"model": "scripted", "messages": HOLD}, {"done_reason": "length"}),
+    "/api/generate": ({"model": "scripted", "prompt": "hold"}, {"done_reason": "length"}),
+    "/completion": ({"prompt": "hold"}, {"stop_type": "limit"}),
+    "/infill": ({"prompt": "hold"}, {"stop_type": "limit"}),
+}
+ENDS = {MESSAGES: "event: message_stop", RESPONSES: "event: response.incomplete"}
+
+
+def says(content: Any, fields: dict[str, Any]) -> bool:
+    """Whether an object at any depth has these fields."""
+    if isinstance(content, dict):
+        return fields.items() <= content.items() or any(says(part, fields) for part in content.values())
+    return isinstance(content, list) and any(says(part, fields) for part in content)
+
+
 @pytest.mark.trio
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        (COMPLETION, {"prompt": "go"}),
-        (CHAT, {"messages": USER}),
-        (RESPONSES, {"input": "x"}),
-        (MESSAGES, {"messages": USER, "max_tokens": 9}),
-    ],
-)
-async def test_every_door_takes_a_deadline(path: str, body: dict[str, Any]) -> None:
-    async with served_http(batcher=Talking()) as served:
-        for deadline_s in (None, 7.5):
-            assert (await served.client.post(path, json=body | {"deadline_s": deadline_s})).status_code == 200
-            assert served.batcher.requests[-1].request.deadline_s == deadline_s
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", DEADLINE_DOORS)
+async def test_a_deadline_ends_an_answer_with_its_text_in_the_shape_of_each_api(path: str, stream: bool) -> None:
+    body, cut = DEADLINE_DOORS[path]
+    answers: list[httpx2.Response] = []
+    async with served_http(batcher=Talking()) as served, trio.open_nursery() as nursery:
+
+        async def ask() -> None:
+            answers.append(await served.client.post(path, json=body | {"stream": stream, "deadline_s": 7.5}))
+
+        nursery.start_soon(ask)
+        held = await served.batcher.arrival("hold")
+        assert held.message.request.deadline_s == 7.5
+        held.emit("so")
+        held.emit("far")
+        held.finish("deadline")
+    [answer] = answers
+    assert answer.status_code == 200, answer.text
+    lines = answer.text.splitlines() if stream else [answer.text]
+    pieces = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith(("data: {", "{"))]
+    assert any(says(piece, cut) for piece in pieces), answer.text
+    assert ("so" in answer.text and "far" in answer.text) if stream else "sofar" in answer.text
+    assert "error" not in answer.text.replace('"error":null', "")
+    if stream and path.startswith("/v1/"):
+        assert ENDS.get(path, "data: [DONE]") in answer.text
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize("path", DEADLINE_DOORS)
+async def test_a_deadline_without_a_token_is_504_and_a_wrong_one_is_named(path: str) -> None:
+    body = DEADLINE_DOORS[path][0]
+    async with served_http(batcher=Talking()) as served, trio.open_nursery() as nursery:
         refused = await served.client.post(path, json=body | {"deadline_s": -1})
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "deadline_s")
+        assert (refused.status_code, "deadline_s" in refused.text) == (400, True)
+
+        async def ask() -> None:
+            answer = await served.client.post(path, json=body | {"stream": False, "deadline_s": 7.5})
+            assert (answer.status_code, "deadline" in answer.text) == (504, True)
+
+        nursery.start_soon(ask)
+        (await served.batcher.arrival("hold")).finish("deadline")
 
 
 COLOUR = {"type": "object", "properties": {"name": {"enum": ["red", "green"]}}, "required": ["name"]}

@@ -496,30 +496,29 @@ async def test_counters_have_an_address_of_their_own_without_a_token(
             assert (await served.client.post(path, json={})).status_code == 404
 
 
-@pytest.mark.parametrize(
-    ("reason", "error"),
-    [("deadline", DeadlineExceeded), ("error", EngineError)],
-)
-def test_an_answer_that_the_service_cut_short_is_an_error(reason: Any, error: type[GenbatchError]) -> None:
+def test_an_answer_that_failed_is_an_error() -> None:
     """OpenAI's clients know "stop" and "length": a 200 with another reason would be taken for a whole answer."""
     usage = Usage(prompt_tokens=1, completion_tokens=1)
     whole = Choice(text="a", token_ids=[1], finish_reason="stop")
-    cut = Choice(text="a", token_ids=[1], finish_reason=reason)
+    cut = Choice(text="a", token_ids=[1], finish_reason="error")
     result = Result(text="a", token_ids=[1], finish_reason="stop", usage=usage, several=(whole, cut))
-    with pytest.raises(error):
+    with pytest.raises(EngineError):
         generating._finished(result)
     assert generating._finished(msgspec.structs.replace(result, several=(whole, whole)))
 
 
-def test_an_answer_that_a_drain_cut_has_its_text_and_ends_as_its_length_does() -> None:
+@pytest.mark.parametrize(("reason", "error"), [("cancelled", Unavailable), ("deadline", DeadlineExceeded)])
+def test_an_answer_that_a_drain_or_a_deadline_cut_has_its_text_and_ends_as_its_length_does(
+    reason: Any, error: type[GenbatchError]
+) -> None:
     usage = Usage(prompt_tokens=1, completion_tokens=1)
     whole = Choice(text="a", token_ids=[1], finish_reason="stop")
-    cut = Choice(text="a", token_ids=[1], finish_reason="cancelled")
-    result = Result(text="a", token_ids=[1], finish_reason="cancelled", usage=usage, several=(cut, whole))
+    cut = Choice(text="a", token_ids=[1], finish_reason=reason)
+    result = Result(text="a", token_ids=[1], finish_reason=reason, usage=usage, several=(cut, whole))
     finished = generating._finished(result)
     assert (finished.text, finished.finish_reason) == ("a", "length")
     assert [choice.finish_reason for choice in finished.choices] == ["length", "stop"]
-    with pytest.raises(Unavailable):  # nothing of it is there
+    with pytest.raises(error):  # nothing of it is there
         generating._finished(msgspec.structs.replace(result, usage=Usage(prompt_tokens=1, completion_tokens=0)))
 
 
