@@ -1,7 +1,10 @@
 """The import directions that keep the layers apart, read from the source files."""
 
 import ast
+import re
+import sys
 import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -64,6 +67,40 @@ def test_nothing_is_ever_unpickled() -> None:
         names = imported_modules(path)
         assert not names & {"pickle", "marshal", "shelve", "dill", "cloudpickle"}, path
         assert "torch.load" not in path.read_text(), path
+
+
+# What reads the wall clock: dates that are shown, sent or kept in files. A batch expires a day after it was made, and
+# its file must say so over restarts.
+READS_THE_WALL_CLOCK = {
+    *(f"actors/gateways/http/{name}.py" for name in ("app", "ollama", "openai_answer", "responses", "text_endpoints")),
+    *(f"actors/gateways/http/{name}.py" for name in ("batch_endpoints", "batch_runner", "batch_store", "connection")),
+    *("actors/observing/tracing.py", "actors/recording/recorder.py", "actors/security/key_files.py"),
+    *("clients/cli/bench.py", "clients/cli/hub.py", "clients/fleet/ray_replicas.py", "nif/text/template_child.py"),
+}
+
+
+def test_no_timeout_depends_on_the_wall_clock() -> None:
+    """Timeouts, leases and liveness are measured by monotonic clocks: trio's, and time.monotonic in threads."""
+    reads = re.compile(r"\btime\.time(_ns)?\b|from time import .*\btime\b|datetime\.(now|utcnow)\(|(gm|local)time\(")
+    assert {str(path.relative_to(ROOT)) for path in FILES if reads.search(path.read_text())} == READS_THE_WALL_CLOCK
+
+
+# Imported by files that are imported for an option only: those of the extras gpu, otel and ray.
+EXTRAS = {"triton", "opentelemetry", "ray"}
+
+
+def test_what_the_product_imports_is_installed_with_it() -> None:
+    """HTTP and grammars are no extras: a module's own imports are those of `dependencies`."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {re.split(r"[ <>=]", line)[0].lower().replace("_", "-") for line in project["dependencies"]}
+    distributions = packages_distributions()
+    for path in FILES:
+        top = ast.Module([node for node in ast.parse(path.read_text()).body if not isinstance(node, ast.If)], [])
+        imports = [node for node in top.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        names = {alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names}
+        names |= {node.module for node in imports if isinstance(node, ast.ImportFrom) and node.module}
+        for name in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"genbatch", *EXTRAS}:
+            assert needed & {one.lower().replace("_", "-") for one in distributions[name]}, (path, name)
 
 
 def test_every_package_is_in_the_wheel() -> None:

@@ -73,6 +73,16 @@ def test_the_version_is_the_distributions() -> None:
     assert f'version = "{genbatch.__version__}"' in (ROOT / "pyproject.toml").read_text()
 
 
+def test_python_m_genbatch_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "genbatch", "--help"], capture_output=True, text=True, check=True)
+    assert "serve" in done.stdout and "generate" in done.stdout
+
+
+def test_what_is_published_shows_no_link_that_leads_nowhere() -> None:
+    """The wheel's description stands on a package index, beside no file of the repository."""
+    assert not re.findall(r"\]\((?!https?://)", (ROOT / "docs" / "package.md").read_text())
+
+
 def test_the_guides_table_has_every_public_name() -> None:
     (section,) = re.findall(r"## Names\n(.*?)\n## ", (ROOT / "docs" / "guide.md").read_text(), re.DOTALL)
     told = set(re.findall(r"`(\w+)`", section)) - {"genbatch"}

@@ -10,9 +10,9 @@ connection is refused while the later service takes over (ADR 66).
 
 import os
 import socket
+import struct
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -30,8 +30,9 @@ from genbatch.actors.security.key_files import AddressError
 
 Door = Literal["zeromq", "rpc", "http", "metrics"]
 DOORS: tuple[Door, ...] = get_args(Door)
-# Seconds between two turns of refusing connections.
-REFUSE_S = 0.01
+# Seconds. libzmq's thread polls the queue although it finds no connection there. Without a wait it would take a core.
+HOLD_S = 0.004
+_TIMEVAL = struct.Struct("@ll")
 # libzmq resolves each of these names to one IPv4 address.
 _ZEROMQ_HOSTS = {"*": "0.0.0.0", "localhost": "127.0.0.1"}
 
@@ -175,33 +176,26 @@ class LentSocket:
         self._has_stopped = True
         self._redirect()
 
-    async def refuse(self) -> None:
-        """Close new connections at once, until cancelled; their clients connect again by themselves.
+    async def hold(self) -> None:
+        """Leave new connections in the queue, until cancelled; they are accepted afterwards, in their order.
 
         libzmq must have accepted a connection.
         """
-        self._redirect()
+        self._redirect(wait_s=HOLD_S)
         try:
-            while not self._has_stopped:
-                await trio.lowlevel.wait_readable(self._listening)
-                self._refuse_waiting()
-                await trio.sleep(REFUSE_S)
+            await trio.sleep_forever()
         finally:
             if not self._has_stopped:
                 os.dup2(self._listening.fileno(), self.descriptor, inheritable=False)
 
-    def _refuse_waiting(self) -> None:
-        with suppress(OSError):  # none is left, or no descriptor is
-            while not self._has_stopped:
-                self._listening.accept()[0].close()
-
-    def _redirect(self) -> None:
-        """Let libzmq find no connection."""
+    def _redirect(self, wait_s: float = 0.0) -> None:
+        """Let libzmq find no connection; each look at one that waits in the queue takes it so long."""
         # The socket lies in a folder of this user alone, and has no name once the folder is removed.
         with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as unreachable:
             unreachable.bind(f"{folder}/s")
             unreachable.listen(1)
-            unreachable.setblocking(False)
+            unreachable.setblocking(wait_s > 0)
+            unreachable.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(0, round(1e6 * wait_s)))
             os.dup2(unreachable.fileno(), self.descriptor, inheritable=False)
 
     def give_up(self) -> None:

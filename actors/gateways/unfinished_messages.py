@@ -15,7 +15,7 @@ Heartbeats look like frames here, and their bytes are never delivered. So a conn
 heartbeats. It is ended only if the room is full and no connection holds more than heartbeats.
 
 libzmq also keeps the whole messages of a connection that has ended. They count until the queue is empty. While they
-fill the room, the gateway refuses new connections: a peer cannot fill more memory by connecting again.
+fill the room, the gateway accepts no new connections: a peer cannot fill more memory by connecting again.
 """
 
 import array
@@ -49,8 +49,9 @@ SPARE_FOR_WHOLE = 4
 FRAME_COST = 2048
 # A client with at most this much in libzmq's queue is not ended for the queue of others.
 SMALL = 2**16
-# Seconds between two checks while bytes arrive.
-LOOK_S = 0.01
+# Seconds between two checks while bytes arrive, and while they come faster than they are taken: libzmq reads 100,000
+# small messages in 0.01 s.
+LOOK_S, HURRY_S = 0.01, 0.001
 # The most bytes of an honest peer in addition to messages: the handshake, and at each interval a PING and a PONG (16
 # bytes, or 82 with CURVE).
 HANDSHAKE_BYTES, HEARTBEAT_BYTES = 1024, 128
@@ -104,7 +105,7 @@ class UnfinishedMessages:
         is_encrypted: whether the connections use CURVE.
 
     Attributes:
-        full: set while new connections must be refused.
+        full: set while new connections must wait.
         fits: set while they may be accepted.
     """
 
@@ -143,12 +144,16 @@ class UnfinishedMessages:
         self._news.register(copy, select.EPOLLIN | select.EPOLLOUT | select.EPOLLET)
 
     def shut_down(self, connection: int) -> bool:
-        """Shut a connection down, so that libzmq closes it; return False for a connection that is not watched."""
+        """Shut a connection down, so that libzmq closes it; return False for a connection that is not watched.
+
+        The bytes that libzmq has not read are dropped: it would make messages of them.
+        """
         if (arrived := self._arrived.get(connection)) is None:
             return False
         arrived.is_ending = True
         with suppress(OSError):  # the client was faster
             arrived.copy.shutdown(socket.SHUT_RDWR)
+            arrived.taken += discard(arrived.copy)
         return True
 
     def ended(self, connection: int) -> None:
@@ -168,12 +173,16 @@ class UnfinishedMessages:
 
     def took(self, connection: int | None, frames: Sequence[bytes]) -> None:
         """Book a whole message that was taken; the connection is unknown if it has ended."""
-        size = sum([len(frame) + self._frame_bytes + (2 if len(frame) < 256 else 9) for frame in frames])
-        weight = (size + FRAME_COST * len(frames)) / max(1, size)
+        size = 0
+        for frame in frames:
+            length = len(frame)
+            size += length + self._frame_bytes + (2 if length < 256 else 9)
+        cost = size + FRAME_COST * len(frames)
+        weight = cost / max(1, size)
         self._weight += (weight - self._weight) / 16
         arrived = None if connection is None else self._arrived.get(connection)
         if arrived is None:
-            self._left = max(0, self._left - size - FRAME_COST * len(frames))
+            self._left -= cost if cost < self._left else self._left
             return
         # While no message waited, this message had not ended, so all bytes until then came before its end.
         arrived.taken = max(arrived.taken + size, arrived.settled)
@@ -198,7 +207,8 @@ class UnfinishedMessages:
                 news |= self._unread
                 self._unread.clear()
                 fits = self._look([*news])
-                await trio.sleep(LOOK_S)
+                is_filling = self._has_unread() and self._queued() > MAX_UNFINISHED
+                await trio.sleep(min(LOOK_S, HURRY_S) if is_filling else LOOK_S)
         finally:
             self._news.close()
             self._news = None
@@ -268,7 +278,7 @@ class UnfinishedMessages:
         return self._left + sum(map(self._cost, self._arrived.values()))
 
     def _check_full(self, room: int) -> None:
-        """Refuse new connections while the queue is full, and until half of it was taken."""
+        """Let new connections wait while the queue is full, and until half of it was taken."""
         is_full = self.full.is_set()
         if (self._has_unread() and self._queued() > (room // 2 if is_full else room)) == is_full:
             return
@@ -276,7 +286,7 @@ class UnfinishedMessages:
             self.full = trio.Event()
             self.fits.set()
         else:
-            logger.warning("more messages wait than fit, so new ZeroMQ connections are refused for now")
+            logger.warning("more messages wait than fit, so new ZeroMQ connections are not accepted for now")
             self.fits = trio.Event()
             self.full.set()
 
@@ -296,3 +306,12 @@ def bytes_read(connection: socket.socket) -> tuple[int, bool]:
     except OSError:  # no TCP: the descriptor was another file's when it was copied
         return 0, False
     return int.from_bytes(info[_BYTES_RECEIVED:_TCP_INFO_BYTES], sys.byteorder) - unread[0], unread[0] > 0
+
+
+def discard(connection: socket.socket) -> int:
+    """Take the bytes that have arrived by a connection, before libzmq reads them; return their number."""
+    num_bytes = 0
+    with suppress(OSError):  # no more are there, or the client has reset the connection
+        while data := connection.recv(2**18, socket.MSG_DONTWAIT):
+            num_bytes += len(data)
+    return num_bytes

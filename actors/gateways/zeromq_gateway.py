@@ -267,7 +267,7 @@ class ZeroMQGateway:
             nursery.start_soon(self._send_new)
             nursery.start_soon(self._send_again)
             nursery.start_soon(self._guard.run, self._part_from)
-            nursery.start_soon(self._refuse_while_full)
+            nursery.start_soon(self._hold_while_full)
             task_status.started(self.address)
             while True:
                 messages = await self._socket.recv_many_signed(MESSAGES_PER_TURN, BYTES_PER_TURN)
@@ -278,14 +278,14 @@ class ZeroMQGateway:
                     self._guard.connections.emptied()
                 await trio.lowlevel.checkpoint()
 
-    async def _refuse_while_full(self) -> None:
-        """Refuse new connections while the messages of others fill the room."""
+    async def _hold_while_full(self) -> None:
+        """Accept no new connections while the messages of others fill the room."""
         unfinished = self._guard.connections.unfinished
         while True:
             await unfinished.full.wait()
             async with trio.open_nursery() as nursery:
                 for lent in self._lent:
-                    nursery.start_soon(lent.refuse)
+                    nursery.start_soon(lent.hold)
                 await unfinished.fits.wait()
                 nursery.cancel_scope.cancel()
 

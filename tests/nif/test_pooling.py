@@ -130,8 +130,9 @@ def test_sizes_that_the_model_was_trained_for_may_be_asked_for() -> None:
     assert plain_pooling(LAST, LlamaConfig(num_attention_heads=1, hidden_size=4)).shorter == frozenset()
 
 
-def test_the_option_says_what_the_files_do_not(tmp_path: Path, tiny_models: ModuleType) -> None:
-    plain = tiny_models.build_model("llama", tmp_path / "llama")
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])  # the head of the second has another name in files
+def test_the_option_says_what_the_files_do_not(family: str, tmp_path: Path, tiny_models: ModuleType) -> None:
+    plain = tiny_models.build_model(family, tmp_path / family)
     model = load_model(str(plain), dtype="float32", n_gpu_layers=0, pooling="mean")
     assert model.pooling is not None
     assert (model.pooling.kind, model.pooling.normalize, model.generates) == (MEAN, True, True)

@@ -211,7 +211,7 @@ async def test_the_clients_with_most_small_messages_make_room_and_small_queues_s
     assert polite not in scripted.ended
 
 
-async def test_who_floods_whole_messages_and_connects_again_is_refused_until_they_are_taken(
+async def test_who_floods_whole_messages_and_connects_again_waits_until_they_are_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(unfinished_messages, "MAX_UNFINISHED", 2**16)
@@ -235,16 +235,34 @@ async def test_who_floods_whole_messages_and_connects_again_is_refused_until_the
                 await stream.send_all(b"\x00\x01x" * 5000)
             while len(gateway._guard.connections) > 1:  # it has ended
                 await a_moment()
-        for _ in range(3):
-            async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
-                await until_closed(stream)
         await tell(honest, [0, 3, "generate", [{"prompt": "a b"}]])
-        async with dealer(gateway.address) as newcomer:
+        async with dealer(gateway.address) as newcomer, await trio.open_tcp_stream("127.0.0.1", port) as stream:
             await tell(newcomer, [0, 1, "generate", [{"prompt": "a b"}]])
+            await stream.send_all(b"\xff" + bytes(8) + b"\x7f")
+            for _ in range(20):
+                await a_moment()
+            assert len(gateway._guard.connections) == 1  # nobody new was accepted
             may_take.set()
             assert (await hear(honest))[1] == 3
             assert (await hear(newcomer))[1] == 1
+            await received_until(stream, b"\x7f")  # who waited in the queue was not sent away
         assert unfinished.fits.is_set() and unfinished._left == 0
+
+
+async def test_the_bytes_of_a_connection_that_was_cut_off_reach_libzmq_no_more() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as peer:
+        connection, _ = server.accept()
+        with connection:
+            connection.setblocking(False)
+            unfinished = UnfinishedMessages(lambda _: None, lambda: True, is_encrypted=False)
+            unfinished.begin(connection.fileno())
+            peer.sendall(b"\x00\x01x" * 1000)
+            while not unfinished_messages.bytes_read(connection)[1]:
+                await a_moment()
+            assert unfinished.shut_down(connection.fileno())
+            assert connection.recv(10_000) == b""
+            unfinished.ended(connection.fileno())
+            assert unfinished._left == 0  # libzmq has none of them
 
 
 @pytest.mark.parametrize("former", ["the number before", b"chosen"])

@@ -232,6 +232,65 @@ async def test_a_gateway_that_stands_still_for_seconds_loses_no_request_over_zer
 
 
 @pytest.mark.trio
+async def test_an_engine_that_stands_still_for_seconds_goes_on_and_is_not_replaced(
+    service: RunningService, stage: Stage
+) -> None:
+    async with connect(service) as client, trio.open_nursery() as nursery:
+        engine, restarts = service.engine, (await client.stats())["engine_restarts"]
+        asked = Asked(client, nursery)
+        asked.stream("whole stream", [5, 6, 8])
+        whole = (await asked.end_of("whole stream")).token_ids
+        with stage.holding():
+            asked.stream("streaming", [5, 6, 8])
+            await asked.some_tokens_of("streaming")
+            asked.generate("whole", [5, 6, 8], 240)
+            kill(engine, signal.SIGSTOP)
+            try:
+                await trio.sleep(STANDSTILL_S)
+                asked.generate("meanwhile", [5, 6, 8], 240)
+            finally:
+                kill(engine, signal.SIGCONT)
+        asked.generate("afterwards", [5, 6], 2)
+        for name in ("streaming", "whole", "meanwhile"):
+            assert (await asked.end_of(name)).token_ids == whole
+        assert service.engine == engine and (await client.stats())["engine_restarts"] == restarts
+
+
+# Of each tenth of a second a process runs so long: a container with a quota of a fifth of a core.
+QUOTA_S = 0.02
+
+
+async def throttle(pid: int) -> None:
+    """Let a process run a fifth of the time, as a container's quota does, until cancelled."""
+    try:
+        while True:
+            kill(pid, signal.SIGSTOP)
+            await trio.sleep(0.1 - QUOTA_S)
+            kill(pid, signal.SIGCONT)
+            await trio.sleep(QUOTA_S)
+    finally:
+        kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.trio
+async def test_a_service_with_a_fifth_of_a_core_answers_and_nothing_is_restarted(service: RunningService) -> None:
+    async with connect(service) as client:
+        known = (await client.generate([5, 6, 8], max_tokens=60, ignore_eos=True)).token_ids
+        before, restarts = (service.engine, service.gateway), (await client.stats())["engine_restarts"]
+        async with trio.open_nursery() as nursery:
+            for pid in (service.process.pid, *before):
+                assert pid is not None
+                nursery.start_soon(throttle, pid)
+            for _ in range(3):
+                async with client.stream([5, 6, 8], max_tokens=60, ignore_eos=True) as stream:
+                    assert [token.token_id async for token in stream] == known
+                assert (await client.health()).status == "ready"
+            nursery.cancel_scope.cancel()
+        assert (service.engine, service.gateway) == before
+        assert (await client.stats())["engine_restarts"] == restarts
+
+
+@pytest.mark.trio
 async def test_adapters_outlive_engines_and_gateways(
     service: RunningService, tiny_model_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
