@@ -203,7 +203,7 @@ def _close(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def check_loading(directory: Path) -> None:
-    """Load a directory's tokenizer in a process first, if its expressions are unknown.
+    """Check a directory's tokenizer before it is loaded, and load it in a process first if its expressions are unknown.
 
     Loading a tokenizer runs its normalizer over added tokens, which may take for ever.
 
@@ -215,7 +215,10 @@ def check_loading(directory: Path) -> None:
         settings = json.loads(text)
     except (OSError, ValueError, RecursionError):
         return  # transformers will report the error
-    if not isinstance(settings, dict) or not unchecked(settings):
+    if not isinstance(settings, dict):
+        return
+    _check_ids(settings)
+    if not unchecked(settings):
         return
     try:
         config = json.loads((directory / "tokenizer_config.json").read_text())
@@ -223,6 +226,22 @@ def check_loading(directory: Path) -> None:
         config = {}
     # guard: time to load a tokenizer with expressions of its own
     TokenizerProcess(text, list(_texts(config))).load()
+
+
+# `tokenizers` walks over all ids up to the largest one. Real vocabularies are below 2**20.
+_MAX_ID = 2**24
+
+
+def _check_ids(settings: Mapping[str, Any]) -> None:
+    """Refuse a token with an id that is far beyond every vocabulary."""
+    model, added = settings.get("model"), settings.get("added_tokens")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    tokens = list(vocab.items()) if isinstance(vocab, dict) else []
+    tokens += [(one.get("content"), one.get("id")) for one in added or () if isinstance(one, dict)]
+    # guard: ids of tokens
+    for token, number in tokens:
+        if isinstance(number, int) and number > _MAX_ID:
+            raise TokenizerError(f"its token {token!r:.40} has the id {number}; an id is at most {_MAX_ID}")
 
 
 def _texts(value: Any, depth: int = 0) -> Iterator[str]:

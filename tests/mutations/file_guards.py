@@ -108,4 +108,10 @@ FILE_GUARDS = (
         (TOKENIZERS + "test_a_model_that_takes_too_long_to_load_its_tokenizer_is_refused",),
         "the load of a model takes hours",
     ),
+    Mutation(
+        "ids of tokens",
+        dropped,
+        (TOKENIZERS + "test_an_id_beyond_every_vocabulary_is_refused",),
+        "a tokenizer with an id of 2**31 takes minutes to load",
+    ),
 )

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,22 @@ def test_a_model_that_takes_too_long_to_load_its_tokenizer_is_refused(
         (directory / file).write_text(json.dumps(content))
     with pytest.raises(ModelError, match=r"takes more than 1 s to be read"):
         load_model(str(directory))
+
+
+@pytest.mark.parametrize("place", ["vocabulary", "added tokens"])
+def test_an_id_beyond_every_vocabulary_is_refused(
+    place: str, tiny_model_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """`tokenizers` would walk over two thousand million ids when the tokenizer is written down."""
+    model = shutil.copytree(tiny_model_dir("llama"), tmp_path / "model")
+    said = json.loads((model / "tokenizer.json").read_text())
+    if place == "vocabulary":
+        said["model"]["vocab"]["odd"] = 2**31
+    else:
+        said["added_tokens"].append({**said["added_tokens"][0], "content": "odd", "id": 2**31})
+    (model / "tokenizer.json").write_text(json.dumps(said))
+    with pytest.raises(ModelError, match="token 'odd' has the id 2147483648"):
+        load_model(str(model), dtype="float32", n_gpu_layers=0)
 
 
 def test_files_that_are_no_tokenizers_are_left_to_transformers(tmp_path: Path) -> None:
