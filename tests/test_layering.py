@@ -73,7 +73,7 @@ def test_nothing_is_ever_unpickled() -> None:
 # its file must say so over restarts.
 READS_THE_WALL_CLOCK = {
     *(f"actors/gateways/http/{name}.py" for name in ("app", "ollama", "openai_answer", "responses", "text_endpoints")),
-    *(f"actors/gateways/http/{name}.py" for name in ("batch_endpoints", "batch_runner", "batch_store", "connection")),
+    *(f"actors/gateways/http/{name}.py" for name in ("batch_endpoints", "batch_runner", "batch_store", "http_gateway")),
     *("actors/observing/tracing.py", "actors/recording/recorder.py", "actors/security/key_files.py"),
     *("clients/cli/bench.py", "clients/cli/hub.py", "clients/fleet/ray_replicas.py", "nif/text/template_child.py"),
 }

@@ -257,6 +257,7 @@ class _Directory:
             config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         except Exception as fault:
             raise ModelError(source, f"config.json is not one that transformers can read: {one_line(fault)}") from fault
+        _check_text_config(source, config)
         read_whole(config)
         self.config = config
         path = directory / "generation_config.json"
@@ -268,6 +269,7 @@ class _Directory:
         text = _text_model(config)
         self.is_part = text is not None
         if text is not None:
+            _check_text_config(source, text)
             self.config = config = text
             config.tie_word_embeddings = "lm_head.weight" not in self.weights().names()
         self.is_encoder = is_encoder(config)
@@ -499,6 +501,17 @@ _TEXT_IN_TORCH = ("Gemma3nForCausalLM",)
 # Text models that transformers has only inside others, and the kinds of those that compute the same of text alone.
 _SAME_AS = {"qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe"}
 _OF_PICTURES = ("mrope_section", "mrope_interleaved")  # text has one position in all three directions
+
+
+def _check_text_config(source: str, config: PreTrainedConfig) -> None:
+    """Refuse a configuration with a text model's fields where its kind of model has no text model."""
+    try:
+        parts = [config.get_text_config(), config.get_text_config(decoder=True)]
+    except Exception as fault:
+        raise ModelError(source, f"config.json has no text model that can be told: {one_line(fault)}") from fault
+    # guard: a text model's configuration
+    if not all(isinstance(part, PreTrainedConfig) for part in parts):
+        raise ModelError(source, f"config.json has a text_config, and models of the kind {config.model_type} have none")
 
 
 def _text_model(config: Any) -> Any:

@@ -114,4 +114,10 @@ FILE_GUARDS = (
         (TOKENIZERS + "test_an_id_beyond_every_vocabulary_is_refused",),
         "a tokenizer with an id of 2**31 takes minutes to load",
     ),
+    Mutation(
+        "a text model's configuration",
+        never,
+        (FILES + "test_a_text_config_where_its_kind_of_model_has_none_is_refused",),
+        "a configuration ends the load with an AttributeError",
+    ),
 )

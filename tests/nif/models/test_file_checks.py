@@ -142,6 +142,15 @@ def test_an_epsilon_that_is_infinite_is_refused_in_a_gguf_file(tmp_path: Path) -
     assert "rms_norm_eps is inf" in refusal(tmp_path / "bad.gguf")
 
 
+def test_a_text_config_where_its_kind_of_model_has_none_is_refused(copy: Path) -> None:
+    fields = json.loads((copy / "config.json").read_text())
+    edit(copy / "config.json", text_config=fields)
+    assert all("text_config" in reason for reason in refusal(copy).splitlines())
+    nested = {"model_type": "gemma3", "text_config": {**fields, "model_type": "gemma3_text", "text_config": fields}}
+    (copy / "config.json").write_text(json.dumps(nested))
+    assert all("config.json" in reason for reason in refusal(copy).splitlines())
+
+
 # Ids that end a text
 
 _IDS = [2**63, 10**30, -1, 320, 1.5, "x", True, [2, 2**63], [1.5], [[1]], {"a": 1}]
