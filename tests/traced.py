@@ -77,7 +77,7 @@ def trace_openai_stream() -> Trace:
         import httpx2
 
         body = {"model": "model", "messages": [{"role": "user", "content": "a b c"}], "stream": True, "max_tokens": 4}
-        async with httpx2.AsyncClient(base_url=address, trust_env=False) as client:
+        async with httpx2.AsyncClient(base_url=address, trust_env=False, timeout=300) as client:
             await client.post("/v1/chat/completions", json={**body, "stream": False})
             with _running(trace):
                 async with client.stream("POST", "/v1/chat/completions", json={**body, "temperature": MARK}) as answer:
