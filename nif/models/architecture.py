@@ -146,6 +146,42 @@ class ConvolutionNames:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentNames:
+    """Keys and values of all heads made of one row of a token, its latent, which is all that the cache keeps (MLA).
+
+    A head's query is brought to the latent's form and meets the latents themselves. So no key and no value of a head
+    is ever computed.
+
+    Args:
+        rank: elements of the latent.
+        rotated: elements of a key that are rotated; all heads share them.
+        plain: the other elements of a head's query.
+        value_dim: elements of a head's value.
+        query_rank: elements of the row that the queries are made of; 0: they are made of the layer's input.
+        eps: of the norms of both rows.
+        query: names of the linear to that row, of its norm, and of the linear to the queries.
+        queries: name of the linear to the queries where there is no such row.
+        latent: names of the linear to the latent and what is rotated, and of the latent's norm.
+        keys_values: name of the linear from a latent to each head's key and value.
+        keys, values: names of the same as one matrix for each head: [heads, rank, plain] and [heads, value_dim, rank].
+            A source has one of the two forms.
+    """
+
+    rank: int
+    rotated: int
+    plain: int
+    value_dim: int
+    query_rank: int = 0
+    eps: float = 1e-6
+    query: tuple[str, str, str] = ("self_attn.q_a_proj", "self_attn.q_a_layernorm", "self_attn.q_b_proj")
+    queries: str = "self_attn.q_proj"
+    latent: tuple[str, str] = ("self_attn.kv_a_proj_with_mqa", "self_attn.kv_a_layernorm")
+    keys_values: str = "self_attn.kv_b_proj"
+    keys: str = "self_attn.k_b_proj"
+    values: str = "self_attn.v_b_proj"
+
+
+@dataclass(frozen=True, slots=True)
 class LayerEmbeddings:
     """Embeddings of each token for each layer.
 
@@ -257,6 +293,7 @@ class Architecture:
         experts: None where every layer has one MLP.
         convolution: None where no layer is a short convolution.
         recurrence: None where no layer keeps a state.
+        latent: None where each head has keys and values of its own.
         gated_attention: whether each head's queries are followed by gates, whose sigmoid multiplies what it attends to.
         value_norm: whether the values of each head are normed, without weights.
         layer_embeddings: None where only the first layer reads an embedding.
@@ -289,6 +326,7 @@ class Architecture:
     experts: ExpertNames | None = None
     convolution: ConvolutionNames | None = None
     recurrence: RecurrenceNames | None = None
+    latent: LatentNames | None = None
     gated_attention: bool = False
     value_norm: bool = False
     layer_embeddings: LayerEmbeddings | None = None

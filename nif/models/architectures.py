@@ -93,6 +93,9 @@ def layer_shapes(config: Any) -> tuple[LayerShape, ...]:
     The states of layers that also attend come after all layers.
     """
     shapes = [LayerShape(heads, head_dim, head_dim) for heads, head_dim in shapes_of(config)]
+    rank: int | None = getattr(config, "kv_lora_rank", None)
+    if rank is not None:
+        shapes = [LayerShape(1, config.qk_rope_head_dim + rank, rank)] * len(shapes)
     for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
         if kind in ("conv", *RECURRENT_KINDS):
             shapes[layer] = LayerShape(1, config.hidden_size, 0)

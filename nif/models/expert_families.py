@@ -1,10 +1,11 @@
 """Describes the families with a mixture of experts in place of the MLP."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from genbatch.nif.models.architecture import NONE, SHARED, WHOLE, Architecture, ExpertNames, Tensors
+from genbatch.nif.models.architecture import NONE, SHARED, WHOLE, Architecture, ExpertNames, LatentNames, Tensors
 from genbatch.nif.models.dense_families import ernie, gemma4, granite, llama, qwen3
 
 
@@ -64,6 +65,62 @@ def _glm4_moe(config: Any) -> Architecture:
     )
     kind = SHARED if config.use_qk_norm else NONE
     return replace(llama(config), qk_norm=kind, partial_rotary=True, experts=experts)
+
+
+def _latent(config: Any) -> Architecture:
+    """DeepSeek's attention: keys and values of all heads are made of one row."""
+    names = LatentNames(
+        config.kv_lora_rank,
+        config.qk_rope_head_dim,
+        config.qk_nope_head_dim,
+        config.v_head_dim,
+        query_rank=config.q_lora_rank or 0,
+    )
+    rope = config.rope_parameters
+    length = rope.get("mscale_all_dim", 0) if rope["rope_type"] != "default" else 0
+    factor = 0.1 * length * math.log(rope["factor"]) + 1.0 if length and rope["factor"] > 1 else 1.0
+    return replace(
+        llama(config),
+        score_scale=config.qk_head_dim**-0.5 * factor * factor,
+        interleaved=getattr(config, "rope_interleave", True),
+        latent=names,
+    )
+
+
+def _shared_experts(config: Any, layers: frozenset[int]) -> ExpertNames:
+    """The names and sizes that DeepSeek's mixtures have in common."""
+    return ExpertNames(
+        config.n_routed_experts,
+        config.num_experts_per_tok,
+        config.moe_intermediate_size,
+        layers=layers,
+        shared=parts_of("mlp.shared_experts"),
+        shared_intermediate=config.n_shared_experts * config.moe_intermediate_size,
+        scale=config.routed_scaling_factor,
+    )
+
+
+def _deepseek2(config: Any) -> Architecture:
+    experts = _shared_experts(config, frozenset(range(config.first_k_dense_replace, config.num_hidden_layers)))
+    by_groups = config.topk_method == "group_limited_greedy"
+    groups = (config.n_group, config.topk_group) if by_groups else (1, 1)
+    return replace(_latent(config), experts=replace(experts, normalised=False, groups=groups))
+
+
+def _deepseek3(config: Any) -> Architecture:
+    kinds = getattr(config, "mlp_layer_types", None)
+    if kinds is None:
+        mixed = frozenset(range(config.first_k_dense_replace, config.num_hidden_layers))
+    else:
+        mixed = frozenset(layer for layer, kind in enumerate(kinds) if kind == "sparse")
+    experts = replace(
+        _shared_experts(config, mixed),
+        normalised=config.norm_topk_prob,
+        sigmoid=True,
+        correction="mlp.gate.e_score_correction_bias",
+        groups=(config.n_group, config.topk_group),
+    )
+    return replace(_latent(config), experts=experts)
 
 
 def _ernie_moe(config: Any) -> Architecture:
@@ -165,4 +222,7 @@ EXPERT_FAMILIES: dict[str, Callable[[Any], Architecture]] = {
     "OlmoeForCausalLM": _olmoe,
     "Glm4MoeForCausalLM": _glm4_moe,
     "Ernie4_5_MoeForCausalLM": _ernie_moe,
+    "DeepseekV2ForCausalLM": _deepseek2,
+    "DeepseekV3ForCausalLM": _deepseek3,
+    "Glm4MoeLiteForCausalLM": _deepseek3,
 }

@@ -10,7 +10,7 @@
 #define COLUMNS 32 /* output columns of one weight block */
 #define MAX_GROUPS 4 /* layer groups */
 #define MAX_ROPES 2 /* tables of cosines and sines */
-#define MAX_HEAD_DIM 512
+#define MAX_HEAD_DIM 576
 #define LORA_COLUMNS 16 /* outputs of half a block (gates or ups), for which an adapter's ranks are stored together */
 
 /* Formats of weights. Formats after WEIGHT_U4 keep the bits of the file: see stored.h. WEIGHT_WIDE is bfloat16 weights
@@ -134,6 +134,19 @@ typedef struct {
     int32_t pad;
 } recurrence;
 
+/* Keys and values of all heads are made of one row of a token, its latent; see latent.c. `qkv` gives the queries, or the row
+ * that `queries` makes them of, then the rotated elements of the key, then the latent. In a head's query the rotated elements
+ * come last. */
+typedef struct {
+    linear queries; /* without outputs if `qkv` gives the queries */
+    norm query_norm, norm; /* of the row that `queries` reads, and of the latent */
+    const linear *meet, *give; /* [num_heads]: from a query to what meets latents; from latents to a value */
+    int32_t query_rank, rank; /* elements of that row, or 0, and of the latent */
+    int32_t rotated, plain; /* elements of a head's query that are rotated, and the others */
+    int32_t value_dim; /* of a head */
+    float eps; /* of both norms */
+} latent;
+
 /* The first half of a layer attends or convolves (if `qkv` has outputs), or recurs, or does both and adds the sum. The
  * second half is an MLP or experts. Either half may be missing. */
 typedef struct {
@@ -149,6 +162,7 @@ typedef struct {
     const float *taps;
     const float *tap_bias; /* [hidden], or NULL */
     const recurrence *recurrence; /* or NULL */
+    const latent *latent; /* or NULL */
     const experts *experts; /* or NULL */
     int32_t group; /* the layer group */
     int32_t index_in_group; /* the layer's place in its group */

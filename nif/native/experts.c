@@ -39,7 +39,8 @@ static void choose_largest(const experts *x, const float *scores, uint64_t close
     }
 }
 
-/* Returns the bits of the groups that are not among the best by the sum of their two highest ranks. */
+/* Returns the bits of the groups that are not among the best: by the sum of their two highest ranks, or by their highest
+ * score if weights are shares of all. */
 static uint64_t closed_groups(const experts *x, const float *scores)
 {
     if (x->best_groups >= x->groups) return 0;
@@ -52,7 +53,7 @@ static uint64_t closed_groups(const experts *x, const float *scores)
             second = rank > first ? first : rank > second ? rank : second;
             first = rank > first ? rank : first;
         }
-        sums[g] = first + second;
+        sums[g] = x->sigmoid || x->correction ? first + second : first;
     }
     uint64_t closed = (x->groups == 64 ? 0 : (uint64_t)1 << x->groups) - 1;
     for (int32_t n = 0; n < x->best_groups; n++) {
@@ -86,7 +87,8 @@ void experts_choose(const experts *x, const choice *c, int64_t token)
     int32_t *ids = c->ids + token * x->chosen;
     const int32_t count = x->count - x->shared, chosen = x->chosen - x->shared;
     const float shared = x->gated ? sigmoid(scores[count]) : 1.0f;
-    if (!x->sigmoid && !x->correction) choose_largest(x, scores, 0, ids); /* by scores, because the softmax may round to equal weights */
+    if (!x->sigmoid && !x->correction) /* by scores, because the softmax may round to equal weights */
+        choose_largest(x, scores, closed_groups(x, scores), ids);
     weigh(x, scores, count);
     if (x->sigmoid || x->correction) choose_largest(x, scores, closed_groups(x, scores), ids);
     for (int n = 0; n < chosen; n++) total += weights[n] = scores[ids[n]];

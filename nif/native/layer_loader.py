@@ -19,6 +19,7 @@ from genbatch.nif.models.architecture import (
     Architecture,
     ConvolutionNames,
     ExpertNames,
+    LatentNames,
     RecurrenceNames,
     SomeRows,
     gated_rows,
@@ -35,6 +36,7 @@ from genbatch.nif.native.library import (
     WEIGHT_I8,
     WEIGHT_U4,
     Experts,
+    Latent,
     Layer,
     Linear,
     Norm,
@@ -97,7 +99,9 @@ class LayerLoader:
             self._convolution(layer, start, convolution, kind)
         if recurrence is not None and index in recurrence.layers:
             self._recurrence(layer, start, recurrence, kind)
-        if architecture.attends(index):
+        if architecture.latent is not None:
+            self._latent(layer, start, architecture.latent, kind)
+        elif architecture.attends(index):
             self._attention(layer, start, kind)
         if layer.qkv.n or layer.recurrence:
             layer.attention_norm = self.norm(tensors.attention_norm, start)
@@ -132,6 +136,44 @@ class LayerLoader:
             layer.v_norm = Norm(self._packer.put_floats(torch.ones(layer.value_dim)))
         if tensors.sinks is not None:
             layer.sinks = self._packer.vector(self.tensor(start + tensors.sinks))
+
+    def _latent(self, layer: Layer, start: str, names: LatentNames, kind: int) -> None:
+        """Build what makes the queries and the latent, and each head's matrices to and from the latent."""
+        to_row, row_norm, to_queries = names.query
+        # What is rotated goes first, as in a head of which a part is rotated.
+        latent = SomeRows(names.latent[0], (range(names.rank, names.rank + names.rotated), range(names.rank)))
+        layer.qkv = self._rows_of(start, (SomeRows(to_row if names.query_rank else names.queries), latent), kind)
+        layer.out = self.linear([start + self._architecture.tensors.out])
+        heads = heads_of(self._config)
+        pairs = [self._head_matrices(start, names, head) for head in range(heads)]
+        own = WEIGHT_I8 if self._kind == WEIGHT_U4 else self._kind  # few of a model's weights, and each meets all keys
+        meet, give = ((Linear * heads)(*(self._pack([pair[i]], [None], kind=own) for pair in pairs)) for i in (0, 1))
+        struct = Latent(
+            queries=self.linear([start + to_queries]) if names.query_rank else Linear(),
+            query_norm=self.norm(row_norm if names.query_rank else None, start),
+            norm=self.norm(names.latent[1], start),
+            meet=meet,
+            give=give,
+            query_rank=names.query_rank,
+            rank=names.rank,
+            rotated=names.rotated,
+            plain=names.plain,
+            value_dim=names.value_dim,
+            eps=names.eps,
+        )
+        self._held += [meet, give, struct]
+        layer.latent = ctypes.pointer(struct)
+
+    def _head_matrices(self, start: str, names: LatentNames, head: int) -> tuple[StoredTensor, StoredTensor]:
+        """Return the matrix from a head's query to what meets latents, and the one from latents to its value."""
+        heads, keys, values = heads_of(self._config), f"{start}{names.keys}.weight", f"{start}{names.values}.weight"
+        if keys in self._source.names():
+            by_query = self.tensor(keys, (heads, names.rank, names.plain)).part(head)
+            return by_query, self.tensor(values, (heads, names.value_dim, names.rank)).part(head)
+        both = self.tensor(f"{start}{names.keys_values}.weight")
+        key, value = np.split(np.arange(names.plain + names.value_dim), [names.plain])
+        first = head * (names.plain + names.value_dim)
+        return _stored(_rows(both, first + key).whole().T), _rows(both, first + value)
 
     def _convolution(self, layer: Layer, start: str, names: ConvolutionNames, kind: int) -> None:
         layer.qkv = self.linear([start + names.inputs], kind=kind)

@@ -75,6 +75,11 @@ class StateLayer(Structure):
     """A layer of heads with a recurrent state."""
 
 
+@c_struct("latent")
+class Latent(Structure):
+    """A layer's attention over compressed keys and values."""
+
+
 @c_struct("layer")
 class Layer(Structure):
     """One decoder layer."""

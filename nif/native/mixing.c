@@ -3,6 +3,7 @@
 
 int64_t mixed_width(const model *m, const layer *l)
 {
+    if (l->latent) return (int64_t)m->num_heads * larger(l->value_dim, l->latent->plain + l->latent->rotated);
     return l->taps ? m->hidden : (int64_t)m->num_heads * l->value_dim;
 }
 
@@ -10,7 +11,7 @@ int64_t mixed_pitch(const model *m, const layer *l)
 {
     const int64_t queries = (int64_t)m->num_heads * l->key_dim;
     if (l->taps) return 3 * (int64_t)m->hidden;
-    if (!l->qkv.n) return 0;
+    if (!l->qkv.n || l->latent) return l->qkv.n;
     return (m->gated_attention ? 2 : 1) * queries + (l->shares ? 0 : l->num_kv_heads * (l->key_dim + l->value_dim));
 }
 
@@ -72,9 +73,9 @@ static void attention_phase(worker *w, const layer *l)
 {
     engine *e = w->engine;
     const model *m = e->model;
-    attention a = {.queries = e->work.qkv,
+    attention a = {.queries = l->latent ? e->work.heads : e->work.qkv,
                    .out = e->work.attended,
-                   .query_stride = mixed_pitch(m, l),
+                   .query_stride = l->latent ? (int64_t)m->num_heads * l->key_dim : mixed_pitch(m, l),
                    .cache = &e->caches[l->group],
                    .sinks = l->sinks,
                    .score_cap = m->score_cap,
@@ -205,6 +206,8 @@ void attend(worker *w, const layer *l, const stream *all, const stream *kept)
     linear_phase(w, &l->qkv, all->count, STORE, e->work.qkv, mixed_pitch(m, l));
     if (l->taps) {
         convolution_phases(w, l);
+    } else if (l->latent) {
+        latent_queries(w, l);
     } else {
         if (m->qk_norm == QK_WHOLE) whole_norm_phase(w, l);
         rope_and_cache_phase(w, l);
@@ -216,7 +219,13 @@ void attend(worker *w, const layer *l, const stream *all, const stream *kept)
     const bool at_once = !m->parallel && !l->recurrence && added_at_once(m, &l->attention_post, 1.0f);
     const bool adds = at_once || l->recurrence;
     w->rows = kept->adapted;
-    layer_phase(w, l, LORA_OUT, &l->out, e->work.attended, mixed_width(m, l), kept->index, kept->count, &no_norm);
+    if (l->latent) {
+        latent_values(w, l, kept);
+        const int64_t size = (int64_t)m->num_heads * l->latent->value_dim;
+        layer_phase(w, l, LORA_OUT, &l->out, e->work.heads, size, NULL, kept->count, &no_norm);
+    } else {
+        layer_phase(w, l, LORA_OUT, &l->out, e->work.attended, mixed_width(m, l), kept->index, kept->count, &no_norm);
+    }
     linear_phase(w, &l->out, kept->count, adds ? ADD : STORE, at_once ? kept->x : e->work.branch, m->hidden);
     if (!at_once && !m->parallel) join_phase(w, &l->attention_post, 1.0f, kept->x, kept->count);
 }

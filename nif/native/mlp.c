@@ -8,10 +8,7 @@
 /* Returns the operand for the rows of an expert, which begin at row `start` of all experts' rows. */
 static rows expert_operand(const engine *e, const linear *l, int64_t start, int64_t count)
 {
-    static const int64_t bytes[] = {[WEIGHT_F32] = 4, [WEIGHT_BF16] = 2, [WEIGHT_I8] = 1, [WEIGHT_I24] = DIGITS};
-    const int64_t at = start * e->work.expert_k;
-    return (rows){(uint8_t *)e->work.operand + at * bytes[linear_operand(l)],
-                  e->work.factors + at / SMALLEST_GROUP * FACTOR_BYTES, count, l->k, l->k / l->group};
+    return operand_at(e, l, start * e->work.expert_k, count);
 }
 
 /* Norms the experts' input, if the router has a norm of its own. */

@@ -19,7 +19,7 @@ from genbatch.nif.models.architecture import (
     kv_sources,
     shapes_of,
 )
-from genbatch.nif.models.architectures import ARCHITECTURES
+from genbatch.nif.models.architectures import ARCHITECTURES, layer_shapes
 from genbatch.nif.models.loaded_model import module_shape
 from genbatch.nif.models.warm_model import KeptConfig
 from genbatch.nif.models.weight_source import ModuleWeights
@@ -148,11 +148,16 @@ def check_supported(model: "Model") -> Architecture:
     if architecture.activation not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
         raise NativeUnavailable(f"the activation is {architecture.activation}; the kernels compute {known}")
-    for _, head_dim in shapes_of(config) if any(map(architecture.attends, range(config.num_hidden_layers))) else ():
+    attends = any(map(architecture.attends, range(config.num_hidden_layers)))
+    for head_dim in {shape.key_dim for shape in layer_shapes(config) if shape.value_dim} if attends else ():
         if head_dim % _HEAD_DIM_STEP or head_dim > MAX_HEAD_DIM:
             raise NativeUnavailable(
                 f"heads of {head_dim} elements; the kernels take multiples of {_HEAD_DIM_STEP} up to {MAX_HEAD_DIM}"
             )
+    latent = architecture.latent
+    if latent is not None and (latent.rank % _HEAD_DIM_STEP or latent.plain % _HEAD_DIM_STEP):
+        sizes = f"{latent.rank} elements, by heads of {latent.plain}"
+        raise NativeUnavailable(f"compressed keys of {sizes}; the kernels take multiples of {_HEAD_DIM_STEP}")
     if config.hidden_size % 2 or getattr(config, "intermediate_size", 0) % 2:
         raise NativeUnavailable("hidden and intermediate sizes must be even")
     experts = architecture.experts

@@ -29,9 +29,11 @@ int64_t grain_of(const worker *w, int64_t count)
     return grain < 1 ? 1 : grain;
 }
 
-static rows operand_for(const engine *e, const linear *l, int64_t count)
+rows operand_at(const engine *e, const linear *l, int64_t at, int64_t count)
 {
-    return (rows){e->work.operand, e->work.factors, count, l->k, l->k / l->group};
+    static const int64_t bytes[] = {[WEIGHT_F32] = 4, [WEIGHT_BF16] = 2, [WEIGHT_I8] = 1, [WEIGHT_I24] = DIGITS};
+    return (rows){(uint8_t *)e->work.operand + at * bytes[linear_operand(l)],
+                  e->work.factors + at / SMALLEST_GROUP * FACTOR_BYTES, count, l->k, l->k / l->group};
 }
 
 /* A unit of work is a tile and a segment of its inputs. The rows of a tile are interleaved, so threads that wrote different
@@ -53,7 +55,7 @@ static void prepare_part(worker *w, const linear *l, const rows *operand, const 
     const model *m = w->engine->model;
     const int64_t end = smaller(to, s->size);
     for (int64_t i = first; i < first + count; i++) {
-        const float *row = s->x + (s->index ? s->index[i] : i) * s->size;
+        const float *row = s->x + (s->index ? s->index[i] : i) * (s->pitch ? s->pitch : s->size);
         float *own = s->kept ? s->kept + i * s->size : row_of_thread(w);
         if (s->norm->weight)
             norm_part(m, s->norm, norm_look(m, row, s->size), row, from, end, own);
@@ -65,7 +67,7 @@ static void prepare_part(worker *w, const linear *l, const rows *operand, const 
 
 void prepare_phase(worker *w, const linear *l, int64_t count, const source *s)
 {
-    const rows operand = operand_for(w->engine, l, count);
+    const rows operand = operand_at(w->engine, l, 0, count);
     const int64_t tiles = tiles_for(count);
     int64_t length, segments = segments_for(w, tiles, l, &length), from, to;
     while (claim(w, tiles * segments, 1, &from, &to)) {
@@ -127,7 +129,7 @@ static void finish_block(const worker *w, const linear *l, int64_t block, float 
 void linear_units(worker *w, const linear *l, int64_t count, const target *t)
 {
     engine *e = w->engine;
-    rows operand = operand_for(e, l, count);
+    rows operand = operand_at(e, l, 0, count);
     float *sums = e->work.scratch + w->thread * e->work.scratch_size;
     int64_t blocks = linear_blocks(l), tiles = tiles_for(count);
     int64_t panels = (tiles + PANEL_TILES - 1) / PANEL_TILES;

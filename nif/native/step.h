@@ -14,6 +14,7 @@
 
 typedef struct {
     float *x, *qkv, *attended, *activated, *kept; /* kept: the rows whose logits are needed */
+    float *heads; /* of latent attention: the queries of all heads, later their values */
     float *branch; /* a part's output, if it is not added to x at once */
     void *operand;
     uint8_t *factors; /* group_factors or digit_factors */
@@ -65,6 +66,7 @@ typedef struct {
     const int64_t *index;
     const norm *norm;
     float *kept; /* [rows, size]: receives the rows as floats; or NULL */
+    int64_t pitch; /* floats from a row to the next; 0: `size` */
 } source;
 
 /* The use of a linear's outputs: they are written to out[count, pitch], or searched for the largest, or both. */
@@ -94,6 +96,8 @@ static inline float *row_of_thread(const worker *w)
     return w->engine->work.scratch + w->thread * w->engine->work.scratch_size + PANEL * COLUMNS;
 }
 static const norm no_norm = {NULL, NULL};
+/* Returns the operand of a linear beside others: it begins after `at` elements, whole groups. */
+rows operand_at(const engine *, const linear *, int64_t at, int64_t count);
 void prepare_phase(worker *, const linear *, int64_t count, const source *); /* makes the rows for a linear */
 /* Does the same for a linear of a layer, and multiplies the rows by their adapters' A. */
 void layer_phase(worker *, const layer *, enum lora_place, const linear *, const float *x, int64_t size,
@@ -118,6 +122,12 @@ int64_t state_width(const recurrence *);
 int64_t state_pitch(const recurrence *);
 void recur(worker *, const layer *, const stream *all, const stream *kept);
 void attend(worker *, const layer *, const stream *all, const stream *kept);
+
+/* latent.c */
+void latent_queries(worker *, const layer *); /* from `qkv` to `heads`; also writes the cache */
+void latent_values(worker *, const layer *, const stream *kept); /* from `attended` to `heads` */
+int64_t latent_floats(const model *, const layer *); /* of a token in `heads` */
+int64_t latent_k(const model *, const latent *); /* inputs of all heads' linears together */
 
 /* mlp.c */
 void mlp_phases(worker *, const layer *, float *x, int64_t count);

@@ -8,8 +8,9 @@ static int64_t largest_k(const model *m)
         const layer *l = &m->layers[i];
         const recurrence *r = l->recurrence;
         const linear *all[] = {&l->qkv, &l->out, &l->gate_up, &l->down, &l->input_gate, &l->input_projection,
-                               l->experts ? &l->experts->router : &l->qkv, r ? &r->inputs : &l->qkv, r ? &r->out : &l->qkv};
-        for (int j = 0; j < 9; j++) k = all[j]->k > k ? all[j]->k : k;
+                               l->experts ? &l->experts->router : &l->qkv, r ? &r->inputs : &l->qkv, r ? &r->out : &l->qkv,
+                               l->latent ? &l->latent->queries : &l->qkv};
+        for (int j = 0; j < 10; j++) k = all[j]->k > k ? all[j]->k : k;
     }
     return k;
 }
@@ -48,16 +49,19 @@ static int64_t lay_out(const model *m, const step *s, int threads, uint8_t *memo
     layout to = {memory, 0};
     const int64_t T = s->num_tokens, R = s->num_logit_rows;
     const int64_t count = T > R ? T : R; /* a step may ask for a row's logits twice */
-    int64_t width = 0, pitch = 0;
+    int64_t width = 0, pitch = 0, heads = 0, heads_k = 0;
     for (int i = 0; i < m->num_layers; i++) {
         const layer *l = &m->layers[i];
         const recurrence *r = l->recurrence;
         width = larger(larger(mixed_width(m, l), r ? state_width(r) : 0), width);
         pitch = larger(larger(mixed_pitch(m, l), r ? state_pitch(r) : 0), pitch);
+        heads = larger(l->latent ? latent_floats(m, l) : 0, heads);
+        heads_k = larger(l->latent ? latent_k(m, l->latent) : 0, heads_k);
     }
     w->x = take(&to, T * m->hidden, sizeof(float));
     w->qkv = take(&to, T * pitch, sizeof(float));
     w->attended = take(&to, T * width, sizeof(float));
+    w->heads = take(&to, T * heads, sizeof(float));
     w->kept = take(&to, R * m->hidden, sizeof(float));
     w->branch = take(&to, count * m->hidden, sizeof(float));
     w->inputs = take(&to, T * m->layer_embedding.width, sizeof(float));
@@ -68,7 +72,7 @@ static int64_t lay_out(const model *m, const step *s, int threads, uint8_t *memo
     const expert_sizes x = experts_sizes(m);
     const int64_t mixed = count * x.chosen, routed = x.chosen ? count : 0; /* rows of experts, rows that have some */
     w->activated = take(&to, larger(count, mixed) * m->intermediate, sizeof(float));
-    const int64_t operand = larger(mixed * x.k, count * largest_k(m));
+    const int64_t operand = larger(mixed * x.k, count * larger(largest_k(m), heads_k));
     w->operand = take(&to, operand, sizeof(float));
     w->factors = take(&to, operand / SMALLEST_GROUP, (size_t)FACTOR_BYTES);
     w->normed = take(&to, routed * m->hidden, sizeof(float));

@@ -13,6 +13,10 @@ from transformers import (
     Cohere2ForCausalLM,
     CwmConfig,
     CwmForCausalLM,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Ernie4_5_MoeConfig,
     Ernie4_5_MoeForCausalLM,
     Ernie4_5Config,
@@ -35,6 +39,8 @@ from transformers import (
     Glm4ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     GlmConfig,
     GlmForCausalLM,
     GPTNeoXConfig,
@@ -193,6 +199,32 @@ _NEMOTRON_H: dict[str, Any] = {
     "routed_scaling_factor": 1.5,
     "n_group": 3,
     "topk_group": 2,
+}
+
+
+# Compressed keys and values: heads of 32 elements that are not rotated and 16 that are, all made of 48 numbers.
+_LATENT: dict[str, Any] = {
+    **_SHARED,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 48,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "routed_scaling_factor": 1.5,
+}
+_SCALED_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.9,
 }
 
 
@@ -592,6 +624,49 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
             first_k_dense_replace=1,
             use_qk_norm=True,
             attention_bias=True,
+        ),
+    ),
+    # V2-Lite's shape: queries are made of the layer's input.
+    "deepseek2": (
+        DeepseekV2ForCausalLM,
+        lambda: DeepseekV2Config(
+            **_LATENT, q_lora_rank=None, n_shared_experts=2, first_k_dense_replace=1, rope_parameters=_SCALED_YARN
+        ),
+    ),
+    # V2's: an expert's group is chosen by its best expert; there is a bias wherever one may be.
+    "deepseek2_groups": (
+        DeepseekV2ForCausalLM,
+        lambda: DeepseekV2Config(
+            **_LATENT,
+            q_lora_rank=40,
+            n_shared_experts=1,
+            topk_method="group_limited_greedy",
+            n_group=4,
+            topk_group=2,
+            attention_bias=True,
+        ),
+    ),
+    "deepseek3": (
+        DeepseekV3ForCausalLM,
+        lambda: DeepseekV3Config(
+            **_LATENT,
+            q_lora_rank=40,
+            n_shared_experts=1,
+            n_group=4,
+            topk_group=2,
+            first_k_dense_replace=1,
+            rope_parameters=_SCALED_YARN,
+        ),
+    ),
+    # Rotated by halves; values are larger than keys.
+    "glm4_moe_lite": (
+        Glm4MoeLiteForCausalLM,
+        lambda: Glm4MoeLiteConfig(
+            **{**_LATENT, "v_head_dim": 80},
+            n_shared_experts=1,
+            q_lora_rank=40,
+            rope_interleave=False,
+            rms_norm_eps=1e-2,
         ),
     ),
     "ernie": (Ernie4_5ForCausalLM, lambda: Ernie4_5Config(**_sizes(64, 96, 4, 2, 16))),

@@ -1,0 +1,97 @@
+/* Attention over compressed keys and values: a token caches one row, its latent, of which the keys and values of all heads
+ * are made.
+ *
+ * score(head) = query . (K latent) = (K^T query) . latent, so each head's query is multiplied by its K^T (`meet`) and meets the
+ * latents themselves. Its value is V (sum of weights x latents), so one product with V (`give`) follows the sum. For the
+ * cache there is one KV head: its key is what is rotated, then the latent, and its value is the latent. */
+#include <string.h>
+
+#include "step.h"
+
+/* Each head's part of some rows: head h of row i is x[index[i] * pitch + h * step ..], `size` floats. `index` may be NULL. */
+typedef struct {
+    const float *x;
+    int64_t pitch, step, size;
+    const int64_t *index;
+} head_rows;
+
+/* out[i * pitch + h * step ..] = linears[h] of head h of row i; all linears have one form. */
+static void heads_phases(worker *w, const linear *linears, int64_t count, const head_rows *s, float *out, int64_t pitch,
+                         int64_t step)
+{
+    engine *e = w->engine;
+    const int64_t heads = e->model->num_heads, k = linears->k, tiles = tiles_for(count), blocks = linear_blocks(linears);
+    const int64_t panels = (tiles + PANEL_TILES - 1) / PANEL_TILES, units = heads * panels * blocks;
+    float *sums = e->work.scratch + w->thread * e->work.scratch_size;
+    int64_t from, to;
+    while (claim(w, heads * tiles, grain_of(w, heads * tiles), &from, &to))
+        for (int64_t unit = from; unit < to; unit++) {
+            const int64_t h = unit / tiles;
+            const tile_place at = tile_at(count, unit % tiles);
+            const rows operand = operand_at(e, &linears[h], h * count * k, count);
+            for (int64_t i = at.start; i < at.start + at.size; i++) {
+                const float *row = s->x + (s->index ? s->index[i] : i) * s->pitch + h * s->step;
+                rows_put(linear_operand(&linears[h]), &operand, i, row, s->size);
+            }
+        }
+    phase_end(w);
+    while (claim(w, units, grain_of(w, units), &from, &to))
+        for (int64_t unit = from; unit < to; unit++) {
+            const int64_t h = unit / (panels * blocks), panel = unit / blocks % panels, block = unit % blocks;
+            const rows operand = operand_at(e, &linears[h], h * count * k, count);
+            const int64_t first = tile_at(count, panel * tiles / panels).start;
+            const int64_t size = tile_at(count, (panel + 1) * tiles / panels).start - first;
+            linear_block(&linears[h], block, &operand, first, size, sums);
+            linear_finish(&linears[h], block, sums, first, size, STORE, e->model, out + h * step, pitch);
+        }
+    phase_end(w);
+}
+
+int64_t latent_k(const model *m, const latent *c) { return m->num_heads * larger(c->meet->k, c->give->k); }
+
+int64_t latent_floats(const model *m, const layer *l)
+{
+    return (int64_t)m->num_heads * larger(l->key_dim, l->latent->value_dim);
+}
+
+void latent_queries(worker *w, const layer *l)
+{
+    engine *e = w->engine;
+    const model *m = e->model;
+    const step *s = e->step;
+    const latent *c = l->latent;
+    const int64_t pitch = mixed_pitch(m, l), heads = m->num_heads, size = c->plain + c->rotated, count = s->num_tokens;
+    int64_t from, to;
+    while (claim(w, count, grain_of(w, count), &from, &to))
+        for (int64_t t = from; t < to; t++) {
+            float *row = e->work.qkv + t * pitch, *key = row + pitch - l->key_dim;
+            if (c->query_rank) norm_rms(c->query_norm.weight, c->eps, c->query_rank, row);
+            norm_rms(c->norm.weight, c->eps, c->rank, key + c->rotated);
+            rope(m, l, s, key, &no_norm, s->positions[t], 1.0f);
+            kv_write(&e->caches[l->group], l, 0, s->slots[l->group][t], key, key + c->rotated);
+        }
+    phase_end(w);
+    head_rows queries = {e->work.qkv, pitch, size, c->plain, NULL};
+    if (c->query_rank) {
+        prepare_phase(w, &c->queries, count, &(source){e->work.qkv, c->query_rank, NULL, &no_norm, NULL, pitch});
+        linear_phase(w, &c->queries, count, STORE, e->work.attended, heads * size);
+        queries.x = e->work.attended, queries.pitch = heads * size;
+    }
+    heads_phases(w, c->meet, count, &queries, e->work.heads + c->rotated, heads * l->key_dim, l->key_dim);
+    while (claim(w, count * heads, grain_of(w, count * heads), &from, &to))
+        for (int64_t unit = from; unit < to; unit++) {
+            const int64_t t = unit / heads, h = unit % heads;
+            float *head = e->work.heads + unit * l->key_dim;
+            memcpy(head, queries.x + t * queries.pitch + h * size + c->plain, sizeof(float) * (size_t)c->rotated);
+            rope(m, l, s, head, &no_norm, s->positions[t], m->score_scale);
+        }
+    phase_end(w);
+}
+
+void latent_values(worker *w, const layer *l, const stream *kept)
+{
+    engine *e = w->engine;
+    const int64_t rank = l->value_dim, size = l->latent->value_dim, heads = e->model->num_heads;
+    const head_rows latents = {e->work.attended, heads * rank, rank, rank, kept->index};
+    heads_phases(w, l->latent->give, kept->count, &latents, e->work.heads, heads * size, size);
+}
