@@ -407,6 +407,12 @@ def qkv_names(names: Sequence[str], tensors: Collection[str]) -> Sequence[str]:
     return queries, keys, values if f"{values}.weight" in tensors else keys
 
 
+def latent_rows(names: LatentNames) -> tuple[SomeRows, SomeRows]:
+    """Rows that make queries (or the row that these are made of), then of a key what is rotated and the latent."""
+    order = (range(names.rank, names.rank + names.rotated), range(names.rank))
+    return SomeRows(names.query[0] if names.query_rank else names.queries), SomeRows(names.latent[0], order)
+
+
 def gated_rows(names: Sequence[str], config: Any) -> tuple[SomeRows, ...]:
     """Rows of queries, keys, values and gates where each head's queries are followed by its gates."""
     head_dim = head_dim_of(config)

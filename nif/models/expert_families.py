@@ -5,7 +5,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from genbatch.nif.models.architecture import NONE, SHARED, WHOLE, Architecture, ExpertNames, LatentNames, Tensors
+from genbatch.nif.models.architecture import (
+    NONE,
+    SHARED,
+    WHOLE,
+    Architecture,
+    ExpertNames,
+    LatentNames,
+    Tensors,
+    latent_rows,
+)
 from genbatch.nif.models.dense_families import ernie, gemma4, granite, llama, qwen3
 
 
@@ -84,6 +93,7 @@ def _latent(config: Any) -> Architecture:
         score_scale=config.qk_head_dim**-0.5 * factor * factor,
         interleaved=getattr(config, "rope_interleave", True),
         latent=names,
+        tensors=Tensors(qkv=tuple(rows.name for rows in latent_rows(names))),
     )
 
 

@@ -24,6 +24,7 @@ from genbatch.nif.models.architecture import (
     SomeRows,
     gated_rows,
     heads_of,
+    latent_rows,
     qkv_names,
 )
 from genbatch.nif.models.architectures import layer_shapes
@@ -139,10 +140,8 @@ class LayerLoader:
 
     def _latent(self, layer: Layer, start: str, names: LatentNames, kind: int) -> None:
         """Build what makes the queries and the latent, and each head's matrices to and from the latent."""
-        to_row, row_norm, to_queries = names.query
-        # What is rotated goes first, as in a head of which a part is rotated.
-        latent = SomeRows(names.latent[0], (range(names.rank, names.rank + names.rotated), range(names.rank)))
-        layer.qkv = self._rows_of(start, (SomeRows(to_row if names.query_rank else names.queries), latent), kind)
+        _, row_norm, to_queries = names.query
+        layer.qkv = self._rows_of(start, latent_rows(names), kind)
         layer.out = self.linear([start + self._architecture.tensors.out])
         heads = heads_of(self._config)
         pairs = [self._head_matrices(start, names, head) for head in range(heads)]

@@ -9,7 +9,7 @@ import ctypes
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, groupby, pairwise
 from typing import Any
@@ -18,7 +18,15 @@ import numpy as np
 import torch
 
 from genbatch.nif.errors import TensorError
-from genbatch.nif.models.architecture import Architecture, SomeRows, gated_rows, head_dim_of, kv_heads_of, qkv_names
+from genbatch.nif.models.architecture import (
+    Architecture,
+    SomeRows,
+    gated_rows,
+    head_dim_of,
+    kv_heads_of,
+    latent_rows,
+    qkv_names,
+)
 from genbatch.nif.models.weight_source import FLOAT_KINDS, FP4_KINDS, FP8_KINDS, StoredTensor
 from genbatch.nif.native.abi import HEADER
 from genbatch.nif.native.library import (
@@ -351,10 +359,14 @@ class AdapterWeights:
         tensors = architecture.tensors
         start = tensors.layer.format(layer)
         qkv, gate_up = ([start + name for name in names] for names in (tensors.qkv, tensors.gate_up))
-        qkv = list(qkv_names(qkv, [f"{module}.weight" for module in qkv if module in self._sizes]))
+        if architecture.latent is None:
+            qkv = list(qkv_names(qkv, [f"{module}.weight" for module in qkv if module in self._sizes]))
         if qkv[0] in self._sizes:
             order = self._in_order(qkv)
-            if architecture.gated_attention:
+            if architecture.latent is not None:
+                own = [replace(some, name=start + some.name) for some in latent_rows(architecture.latent)]
+                order = self._some_rows(own)
+            elif architecture.gated_attention:
                 order = self._some_rows(gated_rows(qkv, config))
             elif architecture.qkv_by_head:
                 order = self._by_head(qkv[0], config)

@@ -22,6 +22,8 @@ TARGETS = {
     "gpt_neox": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],  # head by head, no gates, parallel
     "starcoder2": ["q_proj", "v_proj", "c_fc", "c_proj"],
     "qwen3_moe": ["q_proj", "k_proj", "v_proj", "o_proj"],  # experts are not adapted
+    "deepseek2": ["q_proj", "kv_a_proj_with_mqa", "o_proj"],  # the latent's rows in another order
+    "deepseek3": ["q_a_proj", "kv_a_proj_with_mqa", "o_proj"],
     "qwen3_5": ALL,  # gates among the queries; recurrent layers are not adapted
 }
 
