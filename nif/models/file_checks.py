@@ -325,6 +325,8 @@ def check_complete(
     wanted = hf.state_dict()
     if experts is not None:
         wanted = {name: value for name, value in wanted.items() if not any(part in name for part in experts.whole)}
+    pairs = _latent_pairs(architecture, config.num_hidden_layers, names)
+    wanted = {name: value for name, value in wanted.items() if name not in pairs}
     stored = {name: tensors.stored(name, names) for name in wanted}
     head = stored.get(f"{tensors.head}.weight")
     if config.tie_word_embeddings and head not in names:
@@ -334,7 +336,7 @@ def check_complete(
         raise ModelError(source, f"its weights lack {missing[0]} ({len(missing)} tensors missing)")
     for name, parameter in wanted.items():
         _check_shape(source, name, weights.shape(stored[name]), parameter)
-    used = {stored[name] for name in wanted}
+    used = {stored[name] for name in wanted}.union(*pairs.values())
     for layer in kv_sources(config):  # files have keys and values of such layers, which nobody reads
         start = tensors.layer.format(layer)
         used |= {f"{start}{name}.weight" for name in (*tensors.qkv[1:], tensors.k_norm)}
@@ -353,6 +355,19 @@ def _check_layers(source: str, config: Any, layers: Collection[str], names: Coll
         raise ModelError(
             source, f"the configuration has {config.num_hidden_layers} layers, and its weights lack all but {count}"
         )
+
+
+def _latent_pairs(architecture: Architecture, num_layers: int, names: Collection[str]) -> dict[str, tuple[str, str]]:
+    """By a module's tensor of keys and values, the two that some files have in its place."""
+    latent = architecture.latent
+    if latent is None:
+        return {}
+    starts = [architecture.tensors.layer.format(layer) for layer in range(num_layers)]
+    pairs = {
+        f"{start}{latent.keys_values}.weight": (f"{start}{latent.keys}.weight", f"{start}{latent.values}.weight")
+        for start in starts
+    }
+    return {whole: pair for whole, pair in pairs.items() if all(name in names for name in pair)}
 
 
 def _expert_names(architecture: Architecture, num_layers: int) -> Iterator[str]:

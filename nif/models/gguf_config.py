@@ -13,7 +13,8 @@ import numpy as np
 from genbatch.nif.errors import ModelError, TensorError
 from genbatch.nif.models.architecture import read_whole
 from genbatch.nif.models.file_checks import check_counts, token_ids
-from genbatch.nif.models.gguf_families import GgufFamily, family_of
+from genbatch.nif.models.gguf_families import family_of
+from genbatch.nif.models.gguf_family import GgufFamily
 from genbatch.nif.models.gguf_file import GgufFile
 
 if TYPE_CHECKING:  # at run time where it is used: a model that was described before needs nothing of transformers
@@ -63,8 +64,10 @@ def gguf_config(file: GgufFile) -> "PreTrainedConfig":
     try:
         if family is not None:
             _settle_layers(file, family, settings)
-        settle = _settle_attention if family is None or family.settle is None else family.settle
-        settle(file, settings)
+        if family is not None and family.settle is not None:
+            family.settle(file, settings)
+        if "rope_parameters" not in settings:
+            _settle_attention(file, settings)
         check_counts(file.model, file.path.name, settings)
         if extra := settings.get("num_nextn_predict_layers"):  # block_count counts these too; they are not evaluated
             settings["num_hidden_layers"] -= extra
@@ -122,6 +125,8 @@ def _settle_attention(file: GgufFile, settings: dict[str, Any]) -> None:
 
 
 _YARN_AS_EVER = {"yarn_log_multiplier": 0.0, "yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0}  # all transformers has
+# What the converter divides transformers' mscale_all_dim by; scores and cosines are scaled by it there.
+_YARN_SCALES = {"deepseek2": 10.0, "mistral3": 1.0}
 _YARN_KEYS = ("yarn_beta_fast", "yarn_beta_slow", *_YARN_AS_EVER)
 _ROPE_SCALING = ("type", "factor", "original_context_length", "attn_factor", "finetuned", *_YARN_KEYS)
 _ROPES_BY_LAYER = ("gemma3",)
@@ -168,6 +173,8 @@ def _rope_parameters(file: GgufFile, settings: dict[str, Any], head_dim: int | N
         rope.update(_divided(file, prefix, settings, rotated))
     else:
         raise file.fault(f"{prefix}type is {kind!r}; none, linear and yarn are read, and phi3's longrope")
+    if (beta := file.metadata.get(f"{architecture}.attention.temperature_scale")) is not None:
+        rope["llama_4_scaling_beta"] = beta
     if rotates_part and rotated and head_dim:
         rope["partial_rotary_factor"] = rotated / head_dim
     if architecture in _ROPES_BY_LAYER:
@@ -206,13 +213,19 @@ def _yarn(file: GgufFile, prefix: str, settings: dict[str, Any]) -> dict[str, An
     if "rope_freqs.weight" in file.names():
         raise file.fault(f"tensor rope_freqs.weight beside {prefix}type yarn: only one of them is read")
     for name, usual in _YARN_AS_EVER.items():
-        if (value := file.metadata.get(prefix + name, usual)) != usual:
+        if (value := file.metadata.get(prefix + name, usual)) != usual and not (
+            name == "yarn_log_multiplier" and file.architecture in _YARN_SCALES
+        ):
             raise file.fault(f"{prefix}{name} is {value!r}; only {usual:g} is read")
     if f"{prefix}factor" not in file.metadata:
         raise file.fault(f"{prefix}factor is missing beside {prefix}type yarn")
     factor = _positive(file, f"{prefix}factor", 1.0)
     original = _positive(file, f"{prefix}original_context_length", settings.get("max_position_embeddings", 2048))
     usual_scale = 1.0 + 0.1 * math.log(max(factor, 1.0))
+    scales = {}
+    if scale := file.metadata.get(f"{prefix}yarn_log_multiplier"):
+        usual_scale, scale = 1.0, scale * _YARN_SCALES[file.architecture]
+        scales = {"mscale": scale, "mscale_all_dim": scale}
     return {
         "rope_type": "yarn",
         "factor": factor,
@@ -220,6 +233,7 @@ def _yarn(file: GgufFile, prefix: str, settings: dict[str, Any]) -> dict[str, An
         "attention_factor": _positive(file, f"{prefix}attn_factor", 1.0) * usual_scale,
         "beta_fast": _positive(file, f"{prefix}yarn_beta_fast", 32.0),
         "beta_slow": _positive(file, f"{prefix}yarn_beta_slow", 1.0),
+        **scales,
         **({"truncate": False} if file.architecture == "gpt-oss" else {}),
     }
 

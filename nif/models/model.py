@@ -577,7 +577,7 @@ def _load_weights(source: str, files: _Files, dtype: torch.dtype, device: torch.
             place, weights = None, files.weights()
             names = [name for name in weights.names() if not left_out(name)]
             stored = {name: weights.tensor(name).whole().to(dtype) for name in names}
-            settings["state_dict"] = _merged_experts(files, stored)
+            settings["state_dict"] = _merged_latents(files, _merged_experts(files, stored))
         hf, report = files.model_class.from_pretrained(place, output_loading_info=True, **settings)
     except ModelError:
         raise
@@ -618,6 +618,21 @@ def _merged_experts(files: _Files, tensors: dict[str, torch.Tensor]) -> dict[str
             else:
                 merged = torch.cat(parts, dim=1)
             tensors[start + whole[0]], tensors[start + whole[1]] = merged, down
+    return tensors
+
+
+def _merged_latents(files: _Files, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors with each layer's matrices of keys and of values in one, as a module has them."""
+    make = ARCHITECTURES.get(files.model_class.__name__)
+    latent = None if make is None else make(files.config).latent
+    if latent is None:
+        return tensors
+    ends = f"{latent.keys}.weight", f"{latent.values}.weight"
+    for name in [name for name in tensors if name.endswith(ends[0])]:
+        start = name.removesuffix(ends[0])
+        keys, values = (tensors.pop(start + end) for end in ends)
+        whole = torch.cat((keys.transpose(1, 2), values), dim=1)  # head by head
+        tensors[f"{start}{latent.keys_values}.weight"] = whole.flatten(0, 1)
     return tensors
 
 

@@ -19,7 +19,7 @@ from genbatch.nif.models.architectures import ARCHITECTURES, layer_groups, max_p
 from genbatch.nif.models.gguf_config import gguf_config, gguf_end_tokens
 from genbatch.nif.models.gguf_families import family_of
 from genbatch.nif.models.gguf_file import GgufFile, GgufWeights
-from genbatch.nif.models.model import _merged_experts
+from genbatch.nif.models.model import _merged_experts, _merged_latents
 from genbatch.nif.native.library import STORED_KINDS
 from genbatch.nif.native.model_weights import ModelWeights, RopeTables
 from genbatch.nif.native.runner import NativeRunner, native_runner
@@ -58,6 +58,9 @@ ARCH = {
     "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
     "ernie_moe": gguf.MODEL_ARCH.ERNIE4_5_MOE,
     "lfm2": gguf.MODEL_ARCH.LFM2,
+    "deepseek2": gguf.MODEL_ARCH.DEEPSEEK2,
+    "deepseek3": gguf.MODEL_ARCH.DEEPSEEK2,
+    "ministral3": gguf.MODEL_ARCH.MISTRAL3,
     "qwen3_5": gguf.MODEL_ARCH.QWEN35,
     "qwen3_5_moe": gguf.MODEL_ARCH.QWEN35MOE,
 }
@@ -66,6 +69,15 @@ _DELTAS = {
     "ssm.state_size": "linear_key_head_dim",
     "ssm.group_count": "linear_num_key_heads",
     "ssm.time_step_rank": "linear_num_value_heads",
+}
+_DEEPSEEK = {
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_count": "n_shared_experts",
+    "expert_weights_scale": "routed_scaling_factor",
+    "leading_dense_block_count": "first_k_dense_replace",
 }
 _GEMMA4 = {"attention.sliding_window": "sliding_window", "attention.shared_kv_layers": "num_kv_shared_layers"}
 # What only some files say: key, and the configuration's name for it.
@@ -137,6 +149,14 @@ MORE = {
         "leading_dense_block_count": "moe_layer_start_index",
         "interleave_moe_layer_step": "moe_layer_interval",
     },
+    "deepseek2": _DEEPSEEK,
+    "deepseek3": {
+        **_DEEPSEEK,
+        "attention.q_lora_rank": "q_lora_rank",
+        "expert_weights_norm": "norm_topk_prob",
+        "expert_group_count": "n_group",
+        "expert_group_used_count": "topk_group",
+    },
     "gemma4": {
         **_GEMMA4,
         "embedding_length_per_layer_input": "hidden_size_per_layer_input",
@@ -168,6 +188,12 @@ def models() -> ModuleType:
     return module
 
 
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 # What a module of the native tests is made with so that its file can say all of it.
 CHANGES: dict[str, dict[str, Any]] = {
     "lfm2": {"conv_bias": False},
@@ -178,6 +204,8 @@ CHANGES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
     },
+    "deepseek2": {"rope_parameters": {**_YARN, "mscale": 0.9, "mscale_all_dim": 0.9}},  # llama.cpp has one for both
+    "deepseek3": {"rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
     "llama_odd": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
 }
 EPS = {"starcoder2": "norm_epsilon", "nemotron": "norm_eps"}
@@ -220,6 +248,10 @@ def put_metadata(writer: gguf.GGUFWriter, name: str, config: Any) -> None:
         writer.add_string(f"{arch}.rope.scaling.type", "yarn")
         values["rope.scaling.factor"] = float(rope["factor"])
         values["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    if arch in ("deepseek2", "mistral3"):
+        put_yarn(writer, arch, rope, values)
+    if arch == "deepseek2":
+        put_deepseek(name, config, values)
     if "linear_attention" in getattr(config, "layer_types", ()):
         values["ssm.inner_size"] = config.linear_num_value_heads * config.linear_value_head_dim
         values["full_attention_interval"] = 2
@@ -233,6 +265,30 @@ def put_metadata(writer: gguf.GGUFWriter, name: str, config: Any) -> None:
     if name in ("exaone4", "olmo3") or arch == "gemma4":
         windows = [kind == "sliding_attention" for kind in config.layer_types]
         writer.add_array(f"{arch}.attention.sliding_window_pattern", windows)
+
+
+def put_yarn(writer: gguf.GGUFWriter, arch: str, rope: dict[str, Any], values: dict[str, Any]) -> None:
+    writer.add_string(f"{arch}.rope.scaling.type", "yarn")
+    values["rope.scaling.factor"] = float(rope["factor"])
+    values["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    if arch == "deepseek2":
+        values["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
+    else:
+        values["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
+
+
+def put_deepseek(name: str, config: Any, values: dict[str, Any]) -> None:
+    """Older files, as the one of V2, have the sizes of a head; newer ones those of what is cached beside them."""
+    values["rope.dimension_count"] = config.qk_rope_head_dim
+    values["expert_gating_func"] = 1 if name == "deepseek2" else 2
+    heads = {"key_length": config.qk_head_dim, "value_length": config.v_head_dim}
+    if name == "deepseek2":
+        values |= {f"attention.{key}": size for key, size in heads.items()}
+        return
+    values |= {f"attention.{key}_mla": size for key, size in heads.items()}
+    values["attention.head_count_kv"] = 1
+    values["attention.key_length"] = config.kv_lora_rank + config.qk_rope_head_dim
+    values["attention.value_length"] = config.kv_lora_rank
 
 
 def put_gemma4(writer: gguf.GGUFWriter, config: Any, values: dict[str, Any]) -> None:
@@ -329,6 +385,12 @@ def put_tensors(writer: gguf.GGUFWriter, name: str, model: Any) -> None:
             continue
         if key.endswith("shared_expert_gate.weight"):
             data = data.reshape(-1)
+        if name == "deepseek3" and "kv_b_proj" in key:
+            heads = data.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
+            keys, own = np.split(heads, [config.qk_nope_head_dim], axis=1)
+            for part, matrices in {"k_b": keys.swapaxes(1, 2), "v_b": own}.items():
+                writer.add_tensor(f"blk.{key.split('.')[2]}.attn_{part}.weight", np.ascontiguousarray(matrices))
+            continue
         if name != "gemma4_experts" and ".experts.gate_up_proj" in key:
             for part, half in zip(("gate", "up"), np.split(data, 2, axis=1), strict=True):
                 writer.add_tensor(f"blk.{key.split('.')[2]}.ffn_{part}_exps.weight", np.ascontiguousarray(half))
@@ -397,6 +459,9 @@ def test_configuration_and_tensors_come_back(models: ModuleType, tmp_path: Path,
     if name == "qwen3_moe":
         assert wanted.experts is not None
         wanted = replace(wanted, experts=replace(wanted.experts, normalised=True))  # as llama.cpp does
+    if wanted.latent is not None:  # the file has a factor of it, in float32
+        assert described.score_scale == pytest.approx(wanted.score_scale)
+        wanted = replace(wanted, score_scale=described.score_scale)
     assert described == replace(wanted, norm_eps=described.norm_eps)
     assert described.norm_eps == pytest.approx(wanted.norm_eps)
     tables = [RopeTables(c, partial=wanted.partial_rotary, max_position=64).up_to(64) for c in (config, model.config)]
@@ -405,12 +470,20 @@ def test_configuration_and_tensors_come_back(models: ModuleType, tmp_path: Path,
     weights = GgufWeights(file, config)
     stored = {key: weights.tensor(key).whole() for key in weights.names()} if name == "gpt_oss" else {}
     merged = _merged_experts(SimpleNamespace(model_class=type(model), config=config), stored)  # of a module
+    parts = {
+        key: weights.tensor(key).whole()
+        for key in weights.names()
+        if key.endswith(("k_b_proj.weight", "v_b_proj.weight"))
+    }
+    latents = _merged_latents(SimpleNamespace(model_class=type(model), config=config), parts)
     is_stacked = name != "gemma4_experts"  # whose files have gates and ups in one
     for key, parameter in model.state_dict().items():
         if key == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
         if name == "gpt_oss":
             got = merged[key]
+        elif key in latents and name == "deepseek3":
+            got = latents[key]
         elif is_stacked and ".experts.gate_up_proj" in key:
             halves = [
                 weights.tensor(f"{key.replace('gate_up_proj', part)}.weight") for part in ("gate_proj", "up_proj")
@@ -449,7 +522,17 @@ NEWER = ("llama_odd", "mixtral", "stablelm", "gpt_neox", "nemotron", "glm", "coh
 RUN |= {name: CHANGES.get(name, {}) for name in (*NEWER, "qwen2_moe", "glm4_moe", "ernie_moe")}
 RUN |= {
     name: CHANGES.get(name, {})
-    for name in ("lfm2", "qwen3_5", "qwen3_5_moe", "gemma4", "gemma4_experts", "granite_moe")
+    for name in (
+        "lfm2",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "gemma4",
+        "gemma4_experts",
+        "granite_moe",
+        "deepseek2",
+        "deepseek3",
+        "ministral3",
+    )
 }
 
 
