@@ -14,6 +14,7 @@ QUANTIZE = ("auto", "none", "int8", "fp8", "int4")
 # Formats that only the GPU's kernels multiply; all others exist on CPUs, too.
 GPU_ONLY = ("fp8",)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
 POOLING = ("", "last", "mean", "cls", "rank")
 
 
@@ -98,6 +99,9 @@ class EngineOptions:
             then also computes with 8-bit activations and 8-bit KV. "auto" is "int8" on the native runner with dtype
             "auto", and "none" elsewhere. On a GPU "int8", "fp8" and "int4" pack only the weights, and need a model of
             the Llama family.
+        kv_cache_dtype: the numbers of cached keys and values: "float32", "bfloat16" or "int8". "auto" is 8 bits with
+            quantize "int8" and "int4", else the dtype. Needs the native runner. "int8" beside exact weights fits 3.7
+            times as many positions into the same memory as "float32".
         pooling: how hidden states become an embedding: "last", "mean" or "cls"; "rank" scores documents by the
             probability of the answer "yes", as Qwen3-Reranker does. The default follows the model's files; most files
             name no pooling.
@@ -140,6 +144,7 @@ class EngineOptions:
     main_gpu: int = 0
     runner: str = "auto"
     quantize: str = "none"
+    kv_cache_dtype: str = "auto"
     pooling: str = ""
     n_threads: int = 0
     tensor_parallel: int = 1
@@ -168,6 +173,8 @@ class EngineOptions:
             raise OptionError("runner", f"{self.runner!r} is none of {', '.join(RUNNERS)}")
         if self.quantize not in QUANTIZE:
             raise OptionError("quantize", f"{self.quantize!r} is none of {', '.join(QUANTIZE)}")
+        if self.kv_cache_dtype not in KV_DTYPES:
+            raise OptionError("kv_cache_dtype", f"{self.kv_cache_dtype!r} is none of {', '.join(KV_DTYPES)}")
         check_dtype(self.dtype)
         check_gpu_layers(self.n_gpu_layers)
         if self.pooling not in POOLING:

@@ -275,6 +275,7 @@ def _load_engine(options: EngineOptions, progress: Progress | None) -> Engine:
     if options.tensor_parallel > 1:
         if options.pooling:
             raise OptionError("pooling", "a model that tensor_parallel shares out gives no embeddings and no scores")
+        _refuse_kv_dtype(options, "the ranks of tensor_parallel keep keys and values in the model's dtype")
         from genbatch.nif.context.tensor_parallel import open_ranks
 
         # Each rank keeps only its share, so no GPU ever holds the whole model.
@@ -380,7 +381,7 @@ def choose_runner(model: Model, options: EngineOptions) -> Callable[[int], Runne
     if options.runner == "triton" or (options.runner == "auto" and on_gpu):
         return _triton(model, options)
     if options.runner == "torch" or on_gpu:
-        _refuse_quantize(options, "the torch runner computes in the model's dtype")
+        _refuse_formats(options, "the torch runner computes in the model's dtype")
         return lambda _: _torch_runner(model)
     if options.quantize in GPU_ONLY:
         raise OptionError("quantize", f"{options.quantize} is for the triton runner on a GPU; a CPU has int8 and int4")
@@ -391,10 +392,11 @@ def choose_runner(model: Model, options: EngineOptions) -> Callable[[int], Runne
             raise  # the caller loads the weights into a module and calls this function again
         if options.runner == "native":
             raise OptionError("runner", f"native cannot run {model.name}: {unavailable.reason}") from unavailable
-        _refuse_quantize(options, f"the native runner cannot run {model.name}: {unavailable.reason}")
+        _refuse_formats(options, f"the native runner cannot run {model.name}: {unavailable.reason}")
         log.warning("%s runs in torch, about three times slower than natively: %s", model.name, unavailable.reason)
         return lambda _: _torch_runner(model)
-    return lambda _: NativeRunner(weights, n_threads=options.n_threads or None)
+    kv_dtype = None if options.kv_cache_dtype == "auto" else getattr(torch, options.kv_cache_dtype)
+    return lambda _: NativeRunner(weights, kv_dtype=kv_dtype, n_threads=options.n_threads or None)
 
 
 def _pooling_runner(model: Model, options: EngineOptions) -> Callable[[int], Runner]:
@@ -405,7 +407,7 @@ def _pooling_runner(model: Model, options: EngineOptions) -> Callable[[int], Run
         raise OptionError("runner", f"{options.runner} cannot run it: {reason}")
     if options.use_cuda_graph:
         raise OptionError("use_cuda_graph", reason)
-    _refuse_quantize(options, reason)
+    _refuse_formats(options, reason)
     from genbatch.nif.runners.encoder_runner import EncoderRunner
     from genbatch.nif.runners.torch_runner import TorchRunner
 
@@ -414,6 +416,7 @@ def _pooling_runner(model: Model, options: EngineOptions) -> Callable[[int], Run
 
 
 def _triton(model: Model, options: EngineOptions) -> Callable[[int], Runner]:
+    _refuse_kv_dtype(options, "a GPU keeps keys and values in the model's dtype")
     if model.device.type != "cuda":
         raise OptionError("runner", f"triton needs a CUDA device, and {model.name} is on {model.device}")
     try:
@@ -425,7 +428,7 @@ def _triton(model: Model, options: EngineOptions) -> Callable[[int], Runner]:
         reason = "triton is not installed" if isinstance(error, ImportError) else error.reason
         if options.runner == "triton" or options.use_cuda_graph:
             raise OptionError("runner", f"triton cannot run {model.name}: {reason}") from error
-        _refuse_quantize(options, f"triton cannot run {model.name}: {reason}")
+        _refuse_formats(options, f"triton cannot run {model.name}: {reason}")
         log.info("%s runs in torch: %s", model.name, reason)
         return lambda _: _torch_runner(model)
     quantize = options.quantize if packs_weights(options) else "none"
@@ -452,6 +455,13 @@ def _quantize(options: EngineOptions) -> str:
     return "int8" if options.dtype == "auto" else "none"
 
 
-def _refuse_quantize(options: EngineOptions, reason: str) -> None:
+def _refuse_formats(options: EngineOptions, reason: str) -> None:
+    """Refuse numbers that only another runner has."""
+    _refuse_kv_dtype(options, reason)
     if packs_weights(options):
         raise OptionError("quantize", f"{options.quantize} is not possible: {reason}")
+
+
+def _refuse_kv_dtype(options: EngineOptions, reason: str) -> None:
+    if options.kv_cache_dtype != "auto":
+        raise OptionError("kv_cache_dtype", f"{options.kv_cache_dtype} is not possible: {reason}")

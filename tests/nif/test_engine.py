@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from genbatch.nif.context.engine import Engine
+from genbatch.nif.context.engine import Engine, load_engine
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import OptionError
 from genbatch.nif.models.loaded_model import Model
@@ -25,6 +25,7 @@ def context(model: Model, **options: Any) -> Any:
         ("runner", "cuda"),
         ("runner", "triton"),
         ("quantize", "int3"),
+        ("kv_cache_dtype", "int4"),
         ("n_ctx", -1),
         ("block_size", 0),
         ("n_threads", -1),
@@ -80,6 +81,31 @@ def test_quantize_auto_is_int8_unless_a_dtype_was_named(smollm2: Model, dtype: s
     assert chosen.runner.quantize == taken
     assert ("int8" in chosen.runner.name) == (taken == "int8")
     chosen.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, 4.0),
+        ({"quantize": "int8"}, 1.094),
+        ({"kv_cache_dtype": "int8"}, 1.094),  # with three factors of 4 bytes for 64 + 64 numbers
+        ({"kv_cache_dtype": "bfloat16"}, 2.0),
+        ({"kv_cache_dtype": "float32", "quantize": "int8"}, 4.0),
+    ],
+)
+def test_keys_and_values_have_numbers_of_their_own(smollm2: Model, options: dict[str, str], kept: float) -> None:
+    """And the pool of the same memory has as many more positions."""
+    chosen = context(smollm2, runner="native", dtype="float32", **options)
+    shape = smollm2.layers[0]
+    numbers = len(smollm2.layers) * shape.num_kv_heads * (shape.key_dim + shape.value_dim)
+    assert chosen.runner.bytes_per_block(0, 16) / (16 * numbers) == pytest.approx(kept, rel=0.01)
+    chosen.close()
+
+
+@pytest.mark.parametrize("options", [{"runner": "torch"}, {"pooling": "mean"}, {"tensor_parallel": 2}])
+def test_only_the_native_runner_has_keys_and_values_in_other_numbers(options: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match="kv_cache_dtype: int8 is not possible"):
+        load_engine(EngineOptions(model_path="smollm2", n_gpu_layers=0, kv_cache_dtype="int8", **options))
 
 
 def test_quantize_auto_is_none_where_the_kernels_do_not_run(tiny_model: TinyModel, smollm2: Model) -> None:

@@ -1,6 +1,8 @@
 """Perplexity of NativeRunner's modes on the language reference that Python ships (pydoc_data); a program.
 
-python tests/nif/native/measure_perplexity.py --model smollm2 --modes float32 int8 --windows 12
+python tests/nif/native/measure_perplexity.py --model smollm2 --modes float32 int8 float32/int8 --windows 12
+
+A mode is a dtype or "int8" or "int4"; behind a slash stand the numbers of keys and values.
 """
 
 import argparse
@@ -48,16 +50,21 @@ def main() -> None:
     text = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))[CHARACTERS]
     base = None
     for mode in options.modes:
-        dtype, quantize = ("float32", mode) if mode in ("int8", "int4") else (mode, "none")
+        weights, _, kv = mode.partition("/")
+        dtype, quantize = ("float32", weights) if weights in ("int8", "int4") else (weights, "none")
         model = describe_model(options.model, dtype=dtype)  # as it is served: a GGUF file in its own blocks
         model = model or load_model(options.model, dtype=dtype, n_gpu_layers=0)
-        runner = native_runner(model, quantize=quantize)
+        runner = native_runner(model, quantize=quantize, kv_dtype=getattr(torch, kv) if kv else None)
         runner.allocate([WINDOW // 16], 16)
         tokens = torch.tensor(model.tokenizer.encode(text))[: options.windows * WINDOW]
         nll = mean_nll(runner, tokens, model.vocab_size)
         runner.close()
         base = nll if base is None else base
-        print(f"{mode:10} nll {nll:.5f}  perplexity {math.exp(nll):.4f}  ratio {math.exp(nll - base):.5f}", flush=True)
+        ratio, kept = math.exp(nll - base), runner.bytes_per_block(0, 16) // 16
+        print(
+            f"{mode:14} nll {nll:.5f}  perplexity {math.exp(nll):.4f}  ratio {ratio:.5f}, KV {kept} bytes a token",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
