@@ -150,6 +150,11 @@ def plain_pooling(kind: str, config: Any) -> Pooling:
     return Pooling(kind=kind, normalize=True, size=size, shorter=frozenset(n for n in shorter if 0 < n < size))
 
 
+def scoring_pooling(scoring: Scoring, config: Any) -> Pooling:
+    """Return the pooling of a model that scores by the state of a text's last token."""
+    return replace(plain_pooling(LAST, config), size=len(scoring.labels), scoring=scoring)
+
+
 def _pooling_settings(model: str, directory: Path) -> tuple[dict[str, Any] | None, bool]:
     """Return the pooling's configuration, and whether its vectors are normalised."""
     path = directory / "modules.json"

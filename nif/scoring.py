@@ -106,6 +106,34 @@ def head_of(model: str, weights: "WeightSource") -> tuple[torch.Tensor, torch.Te
     return weights.tensor("score.weight").whole().float(), bias
 
 
+GGUF_RANK = 4
+"""The pooling_type of GGUF files that score."""
+_HEAD = "cls.output"
+
+
+def gguf_scoring(file: Any) -> Scoring | None:
+    """How a decoder's GGUF file scores by the rows of its head; None where it has none and scores by tokens.
+
+    A head of the labels yes and no gives the probability of yes, as llama.cpp does.
+
+    Args:
+        file: the GgufFile.
+
+    Raises:
+        ModelError: the head gives other numbers.
+    """
+    if f"{_HEAD}.weight" not in file.names():
+        return None
+    weight = file.tensor(f"{_HEAD}.weight").whole()
+    bias = file.tensor(f"{_HEAD}.bias").whole() if f"{_HEAD}.bias" in file.names() else None
+    labels = file.metadata.get(f"{file.architecture}.classifier.output_labels")
+    if len(weight) == 2 and labels == ["yes", "no"]:
+        weight, bias = weight[:1] - weight[1:], None if bias is None else bias[:1] - bias[1:]
+    if len(weight) != 1:
+        raise file.fault(f"its head {_HEAD}.weight gives {labels or len(weight)}; read are one number, or yes and no")
+    return Scoring(labels=("relevance",), activation=SIGMOID, weight=weight, bias=bias)
+
+
 def scores_by_tokens(model: str, directory: Path) -> bool:
     """Whether sentence-transformers' files compare two tokens' logits."""
     return _logit_score(model, directory) is not None

@@ -19,6 +19,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": 2,
     "relu2": 3,
     "clamped_swiglu": 4,
+    "xielu": 5,
 }
 """transformers' names of activations, as `enum activation`."""
 
@@ -43,6 +44,7 @@ class Tensors:
         attention_norm, mlp_norm: of what goes in.
         attention_post, mlp_post: of what comes out, before it is added to the residual.
         scale: of one number that multiplies what a layer gives.
+        xielu: of the four numbers of "xielu": of squares, of exponentials, of the straight part, and the threshold.
         in_files: parts of transformers' names and what files have in their place.
     """
 
@@ -63,6 +65,7 @@ class Tensors:
     k_norm: str = "self_attn.k_norm"
     sinks: str | None = None
     scale: str | None = None
+    xielu: tuple[str, str, str, str] | None = None
     in_files: tuple[tuple[str, str], ...] = ()
 
     def stored(self, name: str, names: Collection[str]) -> str:
@@ -280,6 +283,7 @@ class Architecture:
         layer_norm: whether norms subtract the mean; else they are RMS norms.
         norm_offset: added to the weights of norms; 1 where a file holds what is beyond 1.
         qk_norm: NONE, SHARED, PER_HEAD or WHOLE.
+        norms_rotated: whether norms of queries and keys come after the rotation.
         qkv_by_head: whether the one tensor of `qkv` holds, for one KV head after another, its queries, key and value.
         gated: whether the MLP multiplies its activations with ups.
         parallel: whether the MLP reads what attention reads.
@@ -310,6 +314,7 @@ class Architecture:
     layer_norm: bool = False
     norm_offset: float = 0.0
     qk_norm: int = NONE
+    norms_rotated: bool = False
     qkv_by_head: bool = False
     gated: bool = True
     parallel: bool = False
@@ -347,6 +352,11 @@ class Architecture:
         recurrence = self.recurrence
         own = recurrence.layer if recurrence is not None and layer in recurrence.layers else None
         return own or self.tensors
+
+
+def has_alpha(rope: Mapping[str, Any]) -> bool:
+    """Whether a rotary embedding that calls itself dynamic has a fixed factor of its base (Hunyuan)."""
+    return rope.get("rope_type") == "dynamic" and bool(rope.get("alpha"))
 
 
 def heads_of(config: Any) -> int:

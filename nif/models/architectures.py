@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from genbatch.nif.errors import ModelError
-from genbatch.nif.models.architecture import BOTH, KEEP_NOTHING, RECURRENT_KINDS, Architecture, shapes_of
+from genbatch.nif.models.architecture import BOTH, KEEP_NOTHING, RECURRENT_KINDS, Architecture, has_alpha, shapes_of
 from genbatch.nif.models.dense_families import DENSE_FAMILIES
 from genbatch.nif.models.expert_families import EXPERT_FAMILIES
 from genbatch.nif.models.hybrid_families import HYBRID_FAMILIES
@@ -128,6 +128,8 @@ def max_position(name: str, config: "PreTrainedConfig") -> int:
     rope: Any = getattr(config, "rope_parameters", None) or {}
     kinds = [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]
     for kind in kinds:
+        if has_alpha(kind):
+            continue
         if kind.get("rope_type") in ("dynamic", "longrope") or kind.get("llama_4_scaling_beta"):
             original = kind.get("original_max_position_embeddings")
             original = original or getattr(config, "original_max_position_embeddings", None)

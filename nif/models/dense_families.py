@@ -115,6 +115,22 @@ def _glm4(config: Any) -> Architecture:
     return replace(_glm(config), tensors=sandwich)
 
 
+def _apertus(config: Any) -> Architecture:
+    names = Tensors(
+        attention_norm="attention_layernorm",
+        mlp_norm="feedforward_layernorm",
+        gate_up=("mlp.up_proj",),
+        xielu=("mlp.act_fn.alpha_p", "mlp.act_fn.alpha_n", "mlp.act_fn.beta", "mlp.act_fn.eps"),
+    )
+    return replace(qwen3(config), tensors=names, gated=False)
+
+
+def hunyuan(config: Any) -> Architecture:
+    """Qwen3 with norms of queries and keys behind the rotation."""
+    names = Tensors(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm")
+    return replace(qwen3(config), tensors=names, norms_rotated=True)
+
+
 def _starcoder2(config: Any) -> Architecture:
     return Architecture(
         config.norm_epsilon,
@@ -237,4 +253,6 @@ DENSE_FAMILIES: dict[str, Callable[[Any], Architecture]] = {
     "ArceeForCausalLM": _arcee,
     "Exaone4ForCausalLM": _exaone4,
     "Cohere2ForCausalLM": _cohere2,
+    "ApertusForCausalLM": _apertus,
+    "HunYuanDenseV1ForCausalLM": hunyuan,
 }

@@ -15,7 +15,7 @@ from genbatch.nif.models.architecture import (
     Tensors,
     latent_rows,
 )
-from genbatch.nif.models.dense_families import ernie, gemma4, granite, llama, qwen3
+from genbatch.nif.models.dense_families import ernie, gemma4, granite, hunyuan, llama, qwen3
 
 
 def _qwen3_moe(config: Any) -> Architecture:
@@ -133,6 +133,24 @@ def _deepseek3(config: Any) -> Architecture:
     return replace(_latent(config), experts=experts)
 
 
+def _hunyuan_moe(config: Any) -> Architecture:
+    counts = {
+        name: set(value) if isinstance(value, list) else {value}
+        for name, value in (("num_experts", config.num_experts), ("moe_topk", config.moe_topk))
+    }
+    if differing := [name for name, values in counts.items() if len(values) > 1]:
+        raise ValueError(f"{differing[0]} differs among layers")
+    experts = ExpertNames(
+        counts["num_experts"].pop(),
+        counts["moe_topk"].pop(),
+        config.intermediate_size,
+        router="mlp.gate.wg",
+        shared=parts_of("mlp.shared_mlp"),
+        shared_intermediate=config.intermediate_size,
+    )
+    return replace(hunyuan(config), experts=experts)
+
+
 def _ernie_moe(config: Any) -> Architecture:
     mixed = range(config.moe_layer_start_index, min(config.moe_layer_end_index + 1, config.num_hidden_layers))
     experts = ExpertNames(
@@ -232,6 +250,7 @@ EXPERT_FAMILIES: dict[str, Callable[[Any], Architecture]] = {
     "OlmoeForCausalLM": _olmoe,
     "Glm4MoeForCausalLM": _glm4_moe,
     "Ernie4_5_MoeForCausalLM": _ernie_moe,
+    "HunYuanMoEV1ForCausalLM": _hunyuan_moe,
     "DeepseekV2ForCausalLM": _deepseek2,
     "DeepseekV3ForCausalLM": _deepseek3,
     "Glm4MoeLiteForCausalLM": _deepseek3,

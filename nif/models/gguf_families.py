@@ -62,6 +62,12 @@ _DEEPSEEK = GgufFamily(
     },
     settle=settle_latent,
 )
+_HUNYUAN = GgufFamily(
+    {**LAYER_NAMES, "attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
+    kind="hunyuan_v1_dense",
+    settings=SETTINGS,
+    present={"attention_bias": "blk.0.attn_q.bias"},
+)
 _OLMO2 = GgufFamily(_SANDWICH_NAMES, settings=SETTINGS)
 _GRANITE = GgufFamily(
     LAYER_NAMES,
@@ -304,6 +310,20 @@ FAMILIES = {
         single_rows=("e_score_correction_bias",),
     ),
     "deepseek2": _DEEPSEEK,
+    "hunyuan-dense": _HUNYUAN,
+    "hunyuan-moe": replace(
+        _HUNYUAN,
+        layer_names={
+            **EXPERT_NAMES,
+            **_HUNYUAN.layer_names,
+            "ffn_gate_inp": "mlp.gate.wg",
+            "ffn_gate_shexp": "mlp.shared_mlp.gate_proj",
+            "ffn_up_shexp": "mlp.shared_mlp.up_proj",
+            "ffn_down_shexp": "mlp.shared_mlp.down_proj",
+        },
+        kind="hunyuan_v1_moe",
+        settings={**SETTINGS, "expert_count": "num_experts", "expert_used_count": "moe_topk"},
+    ),
     # Ministral 3: queries are scaled where sequences become long, which is beyond the positions that are served.
     "mistral3": GgufFamily(
         LAYER_NAMES,

@@ -22,6 +22,7 @@ import torch
 from genbatch.nif.errors import ModelError
 from genbatch.nif.models.gguf_families import family_of
 from genbatch.nif.models.weight_source import FLOAT_KINDS, MappedFile, StoredTensor, bytes_per_row
+from genbatch.nif.scoring import GGUF_RANK
 
 if TYPE_CHECKING:  # at run time where it is used: a model that was described before needs nothing of transformers
     from transformers import PreTrainedConfig
@@ -204,9 +205,14 @@ class GgufFile:
         return items, at
 
 
+_NEWER_KINDS = {42: "Q2_0"}  # than the gguf package
+
+
 def _kind_name(kind: int) -> str:
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType  # here: only GGUF files need the package
 
+    if kind in _NEWER_KINDS:
+        return _NEWER_KINDS[kind]
     try:
         return GGMLQuantizationType(kind).name if GGMLQuantizationType(kind) in GGML_QUANT_SIZES else str(kind)
     except ValueError:
@@ -233,7 +239,9 @@ class GgufWeights:
         assert family is not None, "a file of another family is converted"
         self._family = family
         # A tensor without a name in the family keeps its own name, so that `check_all_used` reports it.
-        of_config = _OF_CONFIG if file.architecture == "phi3" else _OF_CONFIG[:1]
+        of_config: tuple[str, ...] = _OF_CONFIG if file.architecture == "phi3" else _OF_CONFIG[:1]
+        if file.metadata.get(f"{file.architecture}.pooling_type") == GGUF_RANK:
+            of_config += ("cls.output.weight", "cls.output.bias")  # gguf_scoring reads them
         self._stored: dict[str, str] = {}  # by transformers' names
         self._row: dict[str, int] = {}  # of transformers' tensors that are one row of a stored one
         self._parts: dict[str, dict[int, str]] = {}  # of transformers' tensors that are several stored ones, by place

@@ -55,13 +55,29 @@ from genbatch.nif.models.model_source import ModelSource, no_progress, quiet_tra
 from genbatch.nif.models.quantised_checkpoint import QuantisedWeights, quantisation_of
 from genbatch.nif.models.self_check import check_paged_path, probe_layers
 from genbatch.nif.models.weight_source import SafetensorsWeights, TextWeights, WeightSource, joined
-from genbatch.nif.pooling import CLS, LAST, RANK, Pooling, directory_pooling, gguf_pooling, plain_pooling
+from genbatch.nif.pooling import (
+    CLS,
+    RANK,
+    Pooling,
+    directory_pooling,
+    gguf_pooling,
+    plain_pooling,
+    scoring_pooling,
+)
 from genbatch.nif.runner import LayerShape
 from genbatch.nif.runners.attention import ATTENTION_NAME, register_attention
 from genbatch.nif.runners.convolution import page_convolutions
 from genbatch.nif.runners.recurrence import RECURRENT, page_recurrences
 from genbatch.nif.sampling.draw import FILE_SAMPLING
-from genbatch.nif.scoring import classifier_scoring, head_of, is_classifier, scores_by_tokens, token_scoring
+from genbatch.nif.scoring import (
+    GGUF_RANK,
+    classifier_scoring,
+    gguf_scoring,
+    head_of,
+    is_classifier,
+    scores_by_tokens,
+    token_scoring,
+)
 from genbatch.nif.text.detokenizer import raised
 from genbatch.nif.text.pairs import KNOWN_FORMS, PairReader, template_form
 from genbatch.nif.text.tokenizer import Tokenizer
@@ -282,8 +298,7 @@ class _Directory:
     def pooling(self) -> Pooling | None:
         config: Any = self.config.get_text_config()
         if is_classifier(config):
-            scoring = classifier_scoring(self._source, self.directory, config)
-            return replace(plain_pooling(LAST, config), size=len(scoring.labels), scoring=scoring)
+            return scoring_pooling(classifier_scoring(self._source, self.directory, config), config)
         if scores_by_tokens(self._source, self.directory):
             return plain_pooling(RANK, config)
         return directory_pooling(self._source, self.directory, config)
@@ -355,7 +370,11 @@ class _Gguf:
         check_numbers(source, path.name, self.config)
 
     def pooling(self) -> Pooling | None:
-        return gguf_pooling(self._file.model, self._file.metadata, self.config)
+        file = self._file
+        if file.metadata.get(f"{file.architecture}.pooling_type") != GGUF_RANK:
+            return gguf_pooling(file.model, file.metadata, self.config)
+        scoring = gguf_scoring(file)
+        return plain_pooling(RANK, self.config) if scoring is None else scoring_pooling(scoring, self.config)
 
     def tokenizer(self) -> Tokenizer:
         try:
@@ -438,10 +457,13 @@ def _open_pairs(
     if files.is_encoder:
         tells_apart = getattr(config, "type_vocab_size", 0) > 1 and "token_type_ids" in tokenizer.hf.model_input_names
         return pooled, PairReader(tokenizer, second=config.vocab_size if tells_apart else 0)
-    weight, bias = head_of(source, files.weights())
     form = template_form(tokenizer, scoring.instruction)
-    pairs = PairReader(tokenizer, form, padding_id=config.pad_token_id)
-    return replace(pooled, scoring=replace(scoring, weight=weight, bias=bias)), pairs
+    if scoring.weight is None:
+        weight, bias = head_of(source, files.weights())
+        scoring = replace(scoring, weight=weight, bias=bias)
+    elif form is None:  # of a GGUF file, which has the prompt of its family
+        form = KNOWN_FORMS.get(config.model_type)
+    return replace(pooled, scoring=scoring), PairReader(tokenizer, form, padding_id=config.pad_token_id)
 
 
 def _has_head(files: _Files) -> bool:

@@ -85,7 +85,7 @@ typedef struct {
 enum norm_kind { NORM_RMS, NORM_LAYER };
 /* one set of weights for all heads; a set for each head; all heads as one row */
 enum qk_norm { QK_NONE, QK_HEAD, QK_HEADS, QK_WHOLE };
-enum activation { SILU, GELU, GELU_TANH, RELU_SQUARED, CLAMPED_SWIGLU };
+enum activation { SILU, GELU, GELU_TANH, RELU_SQUARED, CLAMPED_SWIGLU, XIELU };
 
 typedef struct {
     const float *weight; /* NULL: no norm here */
@@ -175,6 +175,8 @@ typedef struct {
     int32_t intermediate; /* of the MLP */
     int32_t sink_tokens; /* first positions, which a token attends to in addition to the window */
     float scale; /* a factor of the layer's output */
+    /* for XIELU: square * x^2 + slope * x above 0, curve * (exp(min(x, least)) - 1 - x) + slope * x below */
+    float square, curve, slope, least;
 } layer;
 
 /* Rows of embeddings: row-major in WEIGHT_F32 or WEIGHT_BF16, or blocks as in a part. */
@@ -193,6 +195,7 @@ typedef struct {
     /* whether the MLP and attention read the same row; else the MLP reads the row with attention's output added */
     int32_t parallel;
     int32_t interleaved; /* whether rotation pairs neighbours; else it pairs an element with the one half a head away */
+    int32_t norms_rotated; /* whether norms of queries and keys follow the rotation */
     int32_t num_ropes;
     int32_t gated_attention; /* whether `qkv` gives gates too; attention's output is multiplied by their sigmoid */
     float norm_eps, score_scale;

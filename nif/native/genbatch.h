@@ -113,6 +113,7 @@ void rows_put(int kind, const rows *, int64_t row, const float *x, int64_t size)
  * block has COLUMNS / 2 gates and as many ups, which become COLUMNS / 2 activations. */
 void activate(const model *, const float *sums, int64_t count, float *out, int64_t pitch, int64_t room);
 void logits_finish(const model *, float *sums, int64_t count); /* scales and caps logits */
+void xielu_row(const layer *, int64_t count, float *x); /* in place */
 void multiply_sigmoid(const float *gates, int64_t count, float *out);
 void multiply_silu(const float *gates, int64_t count, float *out);
 void multiply_activated(const model *, const float *gates, int64_t count, float *out); /* out[i] *= activation(gates[i]) */

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.nn.functional import softplus
 
 from genbatch.nif.errors import ModelError
 from genbatch.nif.models.architecture import (
@@ -122,6 +123,10 @@ class LayerLoader:
         if experts is None or not mixes or experts.own_norms:
             layer.intermediate = self.tensor(f"{start}{tensors.down}.weight").shape[1]
             layer.gate_up = self._gate_up([start + name for name in tensors.gate_up])
+            if tensors.xielu is not None:
+                square, curve, slope, least = (self.tensor(start + name).whole() for name in tensors.xielu)
+                layer.square, layer.slope, layer.least = softplus(square).item(), slope.item(), least.item()
+                layer.curve = (slope + softplus(curve)).item()
             layer.down = self.linear([start + tensors.down], kind=kind)
         return layer
 
@@ -247,7 +252,7 @@ class LayerLoader:
             ModelError: the tensor is missing, or its shape differs from the configuration's.
         """
         tensor = self._source.tensor(self._architecture.tensors.stored(name, self._source.names()))
-        wanted = shape or self._shapes.get(name, tensor.shape)
+        wanted = shape or self._shapes.get(name, tensor.shape) or (1,)  # a single number has one dimension here
         if tensor.shape != wanted:
             raise ModelError(
                 self._name, f"{name} has the shape {list(tensor.shape)}; config.json asks for {list(wanted)}"

@@ -107,6 +107,16 @@ static void expert_join_phase(worker *w, const layer *l, float *x, int64_t count
     phase_end(w);
 }
 
+/* Applies the activation whose numbers are the layer's own. */
+static void xielu_phase(worker *w, const layer *l, int64_t count)
+{
+    int64_t from, to;
+    while (claim(w, count, grain_of(w, count), &from, &to))
+        for (int64_t i = from; i < to; i++)
+            xielu_row(l, l->intermediate, w->engine->work.activated + i * l->intermediate);
+    phase_end(w);
+}
+
 void mlp_phases(worker *w, const layer *l, float *x, int64_t count)
 {
     engine *e = w->engine;
@@ -115,7 +125,8 @@ void mlp_phases(worker *w, const layer *l, float *x, int64_t count)
     const bool at_once = !mixed && added_at_once(m, &l->mlp_post, own_scale(m, l));
     if (!mixed || mixed->beside_norm.weight) {
         layer_phase(w, l, LORA_GATE_UP, &l->gate_up, x, m->hidden, NULL, count, &l->mlp_norm);
-        linear_phase(w, &l->gate_up, count, ACTIVATE, e->work.activated, l->intermediate);
+        linear_phase(w, &l->gate_up, count, m->activation == XIELU ? STORE : ACTIVATE, e->work.activated, l->intermediate);
+        if (m->activation == XIELU) xielu_phase(w, l, count);
         layer_phase(w, l, LORA_DOWN, &l->down, e->work.activated, l->intermediate, NULL, count, &no_norm);
         linear_phase(w, &l->down, count, at_once ? ADD : STORE, at_once ? x : e->work.branch, m->hidden);
     }

@@ -15,6 +15,7 @@ from genbatch.nif.models.architecture import (
     ACTIVATIONS,
     Architecture,
     LayerEmbeddings,
+    has_alpha,
     heads_of,
     kv_sources,
     shapes_of,
@@ -104,13 +105,14 @@ def rope_kinds(config: Any) -> list[str]:
     """Return the types of a model's rotary embeddings ("default", "llama3", ...), one per table."""
     parameters: Any = _rope_parameters(config)
     nested = [parameters] if "rope_type" in parameters else list(parameters.values())
-    return [one["rope_type"] for one in nested]
+    return ["default" if has_alpha(one) else one["rope_type"] for one in nested]
 
 
 def _frequencies(config: Any, kind: str | None, *, partial: bool) -> tuple[torch.Tensor, float]:
     """Return radians per position for each pair of elements, [rotary_dim / 2], and a factor of cosines and sines."""
     parameters = _rope_parameters(config) if kind is None else config.rope_parameters[kind]
-    if parameters["rope_type"] != "default":
+    base = parameters["rope_theta"]
+    if parameters["rope_type"] != "default" and not has_alpha(parameters):
         if isinstance(config, KeptConfig):
             return config.frequencies(kind)
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -120,7 +122,9 @@ def _frequencies(config: Any, kind: str | None, *, partial: bool) -> tuple[torch
     shapes, kinds = shapes_of(config), getattr(config, "layer_types", None) or ()
     size = shapes[kinds.index(kind) if kind in kinds else 0][1]
     size = int(size * parameters.get("partial_rotary_factor", 1.0)) if partial else size
-    return 1.0 / parameters["rope_theta"] ** (torch.arange(0, size, 2).float() / size), 1.0
+    if has_alpha(parameters):
+        base *= parameters["alpha"] ** (size / (size - 2))
+    return 1.0 / base ** (torch.arange(0, size, 2).float() / size), 1.0
 
 
 QUANTIZE = ("none", "int8", "int4")
@@ -247,6 +251,7 @@ class ModelWeights:
             gated=architecture.gated,
             parallel=architecture.parallel,
             interleaved=architecture.interleaved,
+            norms_rotated=architecture.norms_rotated,
             num_ropes=len(self.rope.kinds),
             gated_attention=architecture.gated_attention,
             norm_eps=architecture.norm_eps,

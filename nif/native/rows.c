@@ -86,11 +86,9 @@ void embed_row(const table *t, int64_t id, float *out)
         for (int64_t i = 0; i < t->width; i++) out[i] *= t->scale;
 }
 
-/* Rotates a head as transformers does, after the optional norm, and scales it. */
-void rope(const model *m, const layer *l, const step *s, float *head, const norm *n, int64_t position, float scale)
+static void rotate(const model *m, const layer *l, const step *s, float *head, int64_t position, float scale)
 {
     const int D = l->key_dim, half = l->rotary_dim / 2;
-    if (n->weight) norm_row(m, n, head, D, head);
     if (l->rope < 0) {
         for (int i = 0; i < D; i++) head[i] *= scale;
         return;
@@ -109,6 +107,17 @@ void rope(const model *m, const layer *l, const step *s, float *head, const norm
             head[half + i] = (b * cosines[i] + a * sines[i]) * scale;
         }
     for (int i = 2 * half; i < D; i++) head[i] *= scale;
+}
+
+/* Rotates a head as transformers does, before or after the optional norm, and scales it. */
+void rope(const model *m, const layer *l, const step *s, float *head, const norm *n, int64_t position, float scale)
+{
+    const bool last = n->weight && m->norms_rotated;
+    if (n->weight && !last) norm_row(m, n, head, l->key_dim, head);
+    rotate(m, l, s, head, position, last ? 1.0f : scale);
+    if (!last) return;
+    norm_row(m, n, head, l->key_dim, head);
+    for (int i = 0; i < l->key_dim; i++) head[i] *= scale;
 }
 
 /* Returns the norm of one head: shared by all heads, its own, or none if the whole row was normed before. */
@@ -388,6 +397,19 @@ void multiply_activated(const model *m, const float *gates, int64_t count, float
     case GELU_TANH: multiply_as(GELU_TANH, gates, count, out); break;
     case RELU_SQUARED: multiply_as(RELU_SQUARED, gates, count, out); break;
     default: multiply_as(SILU, gates, count, out); break;
+    }
+}
+
+void xielu_row(const layer *l, int64_t count, float *x)
+{
+    for (int64_t i = 0; i < count; i += VL) {
+        float part[VL] = {0};
+        const size_t bytes = sizeof(float) * (size_t)smaller(VL, count - i);
+        memcpy(part, x + i, bytes);
+        const vf v = vf_load(part), least = vf_set1(l->least);
+        const vf below = (vf_exp(vf_select(v < least, v, least)) - 1.0f - v) * l->curve;
+        vf_store(part, vf_select(v > 0.0f, v * v * l->square, below) + v * l->slope);
+        memcpy(x + i, part, bytes);
     }
 }
 

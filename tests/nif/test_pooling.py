@@ -5,6 +5,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import BertConfig, BertForTokenClassification, LlamaConfig
@@ -202,6 +203,37 @@ def test_a_gguf_files_embedding_is_transformers_last_state(tmp_path: Path) -> No
     with torch.inference_mode():
         expected = hf.model(torch.tensor([tokens])).last_hidden_state[0, -1]
     torch.testing.assert_close(pooling.finish(rows[-1]), expected / expected.norm(), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("labels", [["yes", "no"], None])
+def test_a_gguf_rerankers_score_is_its_heads(tmp_path: Path, labels: list[str] | None) -> None:
+    """llama.cpp's converter writes the head's rows of yes and no as Qwen3-Reranker's head."""
+    file = make_file("F32")
+    file.numbers["pooling_type"] = 4
+    head = np.random.default_rng(4).normal(size=(2 if labels else 1, file.hf.config.hidden_size)).astype(np.float32)
+    file.tensors["cls.output.weight"] = ("F32", head)
+    if labels:
+        file.numbers["classifier.output_labels"] = labels
+    engine = load_engine(EngineOptions(model_path=str(file.write(tmp_path / "m.gguf")), n_gpu_layers=0))
+    pooling = engine.model.pooling
+    assert pooling is not None and engine.model.pairs is not None and not pooling.embeds
+    ctx = engine.open_context(n_parallel=1, n_held=0, n_batch=16)
+    tokens = [5, 17, 40, 8, 61, 3, 22]
+    [rows] = ctx.step_and_read([Entry(0, tokens, 0, Logits.LAST_STATE)], [None], lambda rows, _: rows)
+    ctx.close()
+    with torch.inference_mode():
+        state = file.hf.model(torch.tensor([tokens])).last_hidden_state[0, -1]
+    numbers = torch.from_numpy(head) @ state
+    expected = numbers.softmax(0)[:1] if labels else numbers.sigmoid()
+    torch.testing.assert_close(pooling.finish(rows[-1]), expected, atol=2e-5, rtol=1e-4)
+
+
+def test_a_gguf_head_of_other_labels_is_refused(tmp_path: Path) -> None:
+    file = make_file("F32")
+    file.numbers |= {"pooling_type": 4, "classifier.output_labels": ["good", "bad"]}
+    file.tensors["cls.output.weight"] = ("F32", np.ones((2, file.hf.config.hidden_size), np.float32))
+    with pytest.raises(ModelError, match=r"gives \['good', 'bad'\]; read are one number, or yes and no"):
+        load_engine(EngineOptions(model_path=str(file.write(tmp_path / "m.gguf")), n_gpu_layers=0))
 
 
 def test_every_decoder_with_a_pooling_of_the_operators_continues_text_too(

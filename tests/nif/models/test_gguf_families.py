@@ -61,6 +61,8 @@ ARCH = {
     "deepseek2": gguf.MODEL_ARCH.DEEPSEEK2,
     "deepseek3": gguf.MODEL_ARCH.DEEPSEEK2,
     "ministral3": gguf.MODEL_ARCH.MISTRAL3,
+    "hunyuan": gguf.MODEL_ARCH.HUNYUAN_DENSE,
+    "hunyuan_moe": gguf.MODEL_ARCH.HUNYUAN_MOE,
     "qwen3_5": gguf.MODEL_ARCH.QWEN35,
     "qwen3_5_moe": gguf.MODEL_ARCH.QWEN35MOE,
 }
@@ -149,6 +151,7 @@ MORE = {
         "leading_dense_block_count": "moe_layer_start_index",
         "interleave_moe_layer_step": "moe_layer_interval",
     },
+    "hunyuan_moe": {"expert_count": "num_experts", "expert_used_count": "moe_topk"},
     "deepseek2": _DEEPSEEK,
     "deepseek3": {
         **_DEEPSEEK,
@@ -206,6 +209,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "deepseek2": {"rope_parameters": {**_YARN, "mscale": 0.9, "mscale_all_dim": 0.9}},  # llama.cpp has one for both
     "deepseek3": {"rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    # The converter multiplies the factor into the base.
+    "hunyuan": {"attention_bias": False, "rope_parameters": {"rope_type": "default", "rope_theta": 300.0}},
+    "hunyuan_moe": {"moe_topk": 2},
     "llama_odd": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
 }
 EPS = {"starcoder2": "norm_epsilon", "nemotron": "norm_eps"}
@@ -532,6 +538,8 @@ RUN |= {
         "deepseek2",
         "deepseek3",
         "ministral3",
+        "hunyuan",
+        "hunyuan_moe",
     )
 }
 

@@ -4,7 +4,7 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -12,12 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoTokenizer
 
+from genbatch.nif.context.engine import load_engine
+from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import ModelError
 from genbatch.nif.models.gguf_config import _rope_factors, _yarn, gguf_config, gguf_tokenizer
 from genbatch.nif.models.gguf_file import GgufFile
 from genbatch.nif.models.model import describe_model, load_model
 from genbatch.nif.models.model_source import resolve_model
-from genbatch.nif.models.weight_source import SafetensorsWeights
+from genbatch.nif.models.weight_source import SafetensorsWeights, StoredTensor
 from tests.nif.models.gguf_files import write_llama
 
 _HEADER = struct.calcsize("<4sIQQ")
@@ -134,6 +136,8 @@ def table_line(good: bytes, name: bytes) -> int:
         (4, struct.pack("<Q", 63), "rows of 63 elements do not fill blocks of Q4_0"),
         (20, struct.pack("<I", 24), "is of type I8"),
         (20, struct.pack("<I", 9999), "is of type 9999"),
+        (20, struct.pack("<I", 41), "is of type Q1_0; read are BF16, F16, F32, IQ1_M"),
+        (20, struct.pack("<I", 42), "is of type Q2_0; read are"),
         (24, struct.pack("<Q", 7), "begins at offset 7, no multiple of 32"),
         (24, struct.pack("<Q", 2**63), "begins at byte"),
     ],
@@ -145,6 +149,23 @@ def test_a_tensor_that_cannot_be_is_refused_by_name(
     (tmp_path / "bad.gguf").write_bytes(good[:at] + value + good[at + len(value) :])
     with pytest.raises(ModelError, match=rf"bad\.gguf: tensor blk\.0\.ffn_up\.weight.*({reason})"):
         read_all(tmp_path / "bad.gguf")
+
+
+@pytest.mark.parametrize(("kind", "name"), [(41, "Q1_0"), (42, "Q2_0")])
+def test_types_of_newer_files_are_refused_before_a_weight_is_read(
+    good: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: int, name: str
+) -> None:
+    def read(self: StoredTensor, *_: object) -> NoReturn:
+        raise AssertionError(f"{self.name} is read")
+
+    at = table_line(good, b"blk.0.ffn_up.weight") + 20
+    (tmp_path / "new.gguf").write_bytes(good[:at] + struct.pack("<I", kind) + good[at + 4 :])
+    for method in ("floats", "addresses"):
+        monkeypatch.setattr(StoredTensor, method, read)
+    for runner in ("native", "torch"):
+        options = EngineOptions(model_path=str(tmp_path / "new.gguf"), n_gpu_layers=0, runner=runner)
+        with pytest.raises(ModelError, match=rf"blk\.0\.ffn_up\.weight is of type {name}"):
+            load_engine(options)
 
 
 def test_a_missing_tensor_is_named(good: bytes, tmp_path: Path) -> None:

@@ -104,6 +104,14 @@ def blocks(kind: str, values: np.ndarray, random: np.random.Generator) -> np.nda
     return raw.reshape(len(raw), -1)
 
 
+_PUT: dict[type, Any] = {
+    str: gguf.GGUFWriter.add_string,
+    int: gguf.GGUFWriter.add_uint32,
+    float: gguf.GGUFWriter.add_float32,
+    list: gguf.GGUFWriter.add_array,
+}
+
+
 @dataclass
 class File:
     """A Llama in a GGUF file, and the module of transformers that has the same weights."""
@@ -125,7 +133,7 @@ class File:
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
         rope = {"rope.dimension_count": HIDDEN // HEADS, "rope.freq_base": config.rope_parameters["rope_theta"]}
         for key, value in {**rope, **self.numbers}.items():
-            put = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
+            put = _PUT[type(value)].__get__(writer)
             put(f"llama.{key}", value)
         writer.add_tokenizer_model("gpt2")
         writer.add_token_list([*(chr(ord("!") + i) for i in range(90)), "AB", *(f"<{i}>" for i in range(91, VOCAB))])

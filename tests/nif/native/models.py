@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 from transformers import (
+    ApertusConfig,
+    ApertusForCausalLM,
     ArceeConfig,
     ArceeForCausalLM,
     BambaConfig,
@@ -57,6 +59,10 @@ from transformers import (
     GraniteMoeSharedForCausalLM,
     HeliumConfig,
     HeliumForCausalLM,
+    HunYuanDenseV1Config,
+    HunYuanDenseV1ForCausalLM,
+    HunYuanMoEV1Config,
+    HunYuanMoEV1ForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     Lfm2MoeConfig,
@@ -669,6 +675,20 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
             rms_norm_eps=1e-2,
         ),
     ),
+    "apertus": (ApertusForCausalLM, lambda: ApertusConfig(**_sizes(64, 100, 4, 2, 16), dtype="float32")),
+    # A rotary embedding that is called dynamic, and has a fixed factor.
+    "hunyuan": (
+        HunYuanDenseV1ForCausalLM,
+        lambda: HunYuanDenseV1Config(
+            **_sizes(64, 96, 4, 2, 16),
+            attention_bias=True,
+            rope_parameters={"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0},
+        ),
+    ),
+    "hunyuan_moe": (
+        HunYuanMoEV1ForCausalLM,
+        lambda: HunYuanMoEV1Config(**_sizes(64, 32, 4, 2, 16), num_experts=5, moe_topk=[2, 2, 2]),
+    ),
     "ernie": (Ernie4_5ForCausalLM, lambda: Ernie4_5Config(**_sizes(64, 96, 4, 2, 16))),
     "ernie_moe": (
         Ernie4_5_MoeForCausalLM,
@@ -761,6 +781,8 @@ def random_model(name: str, **changes: Any) -> Any:
             parameter.uniform_(-3.0, 0.5)  # a state that lasts for some tokens
         elif key.endswith(("router.scale", "per_expert_scale")):
             parameter.uniform_(0.5, 1.5)
+        elif ".act_fn." in key:
+            parameter.uniform_(-1.0, 1.0)
         elif key.endswith(("mamba.D", "mixer.D")):
             parameter.normal_()
         elif "norm" in key:

@@ -20,7 +20,7 @@ from genbatch.nif.runner import RaggedBatch
 NAMES = [
     "gemma", "gemma_wide", "gemma2", "gemma3", "phi3", "olmo2", "granite", "smollm3", "glm", "glm4", "starcoder2",
     "nemotron", "stablelm", "gpt_neox", "qwen3_moe", "mixtral", "gpt_oss", "lfm2",
-    "deepseek2", "deepseek2_groups", "deepseek3", "glm4_moe_lite",
+    "apertus", "hunyuan", "hunyuan_moe", "deepseek2", "deepseek2_groups", "deepseek3", "glm4_moe_lite",
     "qwen2_moe", "olmoe", "glm4_moe", "ernie", "ernie_moe", "olmo3", "ministral", "ministral3",
     "seed_oss", "cwm", "helium", "arcee", "exaone4", "cohere2", "qwen3_5", "qwen3_5_moe", "qwen3_next",
     "bamba", "granite_hybrid", "granite_hybrid_dense", "gemma4", "gemma4_unified", "gemma4_experts",
