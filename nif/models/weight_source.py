@@ -390,7 +390,8 @@ class ModuleWeights:
 
     def tensor(self, name: str) -> StoredTensor:
         """As in `WeightSource`."""
-        values = torch.atleast_1d(self._tensors[name].detach().contiguous())
+        values = self._tensors[name].detach().contiguous()
+        values = values.reshape(values.shape or 1)
         kind = next(kind for kind, dtype in FLOAT_KINDS.items() if dtype == values.dtype)
         rows = values.reshape(-1, values.shape[-1]).cpu().view(torch.uint8).numpy()
         return StoredTensor(name, kind, tuple(values.shape), rows)
