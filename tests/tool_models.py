@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 TEMPLATE = (
@@ -24,12 +25,16 @@ def tool_model(source: Path, target: Path, template: str = TEMPLATE, positions: 
 FILL_IN_MARKS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 
 
-def add_fill_in_marks(model: Path) -> None:
-    """Gives the model in this directory the marks that models for filling in have, in the place of its last merges."""
+def add_marks(model: Path, marks: Sequence[str] = FILL_IN_MARKS) -> None:
+    """Give the model in this directory special tokens, in the place of its last merges.
+
+    Args:
+        marks: their texts; without them the marks of models that fill in a gap.
+    """
     path = model / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     vocabulary, merges = tokenizer["model"]["vocab"], tokenizer["model"]["merges"]
-    for mark in FILL_IN_MARKS:
+    for mark in marks:
         first, second = merges.pop()
         token_id = vocabulary.pop(first + second)
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)

@@ -40,7 +40,7 @@ from genbatch.nif.text.answer_grammar import Calls, answer_grammar, forced_forma
 from genbatch.nif.text.response_template import HARMONY, TemplateReader
 from genbatch.nif.text.templates import ChatTemplateError, NothingToContinue, TemplateEnded
 from genbatch.nif.text.tokenizer import ChatPrompt
-from genbatch.nif.text.tools import THINK_CLOSE, THINK_OPEN, AnswerReader
+from genbatch.nif.text.tools import AnswerReader, ThinkingTags
 from genbatch.proto.errors import InvalidRequest, ModelNotFound, PromptTooLong, QueueFull
 from genbatch.proto.messages import (
     DetokenizeRequest,
@@ -330,13 +330,13 @@ class Intake:
     def grammar(self, wanted: GenerateRequest) -> Grammar | None:
         """Return the grammar of the answers: thinking, then calls or the requested format; None for free answers."""
         shape, calls = grammar_of(wanted), self._calls(wanted)
-        thinks = self._thinks(wanted)
-        if calls is None and not thinks:
+        thinking = self._free_thinking(wanted)
+        if calls is None and thinking is None:
             return shape
         if shape is None and (calls is None or not holds_to_tools(wanted)):
             return None
         has_format = shape is not None and not (calls is not None and calls.forced)
-        text = answer_grammar(calls, self._tokenizer.special_id, has_format=has_format, thinks=thinks)
+        text = answer_grammar(calls, self._tokenizer.special_id, has_format=has_format, thinking=thinking)
         most = self._options.limits.max_grammar_bytes
         # guard: size of the tools' schemas
         if calls is not None and len(text) > most:
@@ -367,15 +367,16 @@ class Intake:
         """Return whether thinking is separated from the text."""
         return (calls or wanted.reasoning) and wanted.messages is not None and self._tokenizer.thinks
 
-    def _thinks(self, wanted: GenerateRequest) -> bool:
-        """Return whether a grammar must allow thinking first: it is separated, and written between our marks.
+    def _free_thinking(self, wanted: GenerateRequest) -> ThinkingTags | None:
+        """Return the tags of thinking that a grammar must allow first; None if it must not.
 
-        A caller's grammar or expression that contains the mark describes the thinking itself.
+        A caller's grammar or expression that contains the opening tag describes the thinking itself.
         """
-        calls = bool(wanted.tools) and wanted.tool_choice != "none"
-        if not self._tells_thinking(wanted, calls=calls) or THINK_OPEN in (wanted.grammar or wanted.regex or ""):
-            return False
-        return self._thinking.has_tags
+        calls, tags = bool(wanted.tools) and wanted.tool_choice != "none", self._tokenizer.thinking_tags
+        if tags is None or not self._tells_thinking(wanted, calls=calls):
+            return None
+        described = wanted.grammar or (wanted.regex or "").replace("\\", "")
+        return None if tags.opens in described else tags
 
     def reading(self, wanted: GenerateRequest, prompt_tokens: list[int]) -> Reading | None:
         """Return how to separate calls and thinking from the text; None where the request needs neither."""
@@ -391,18 +392,18 @@ class Intake:
             prompt = self._tokenizer.decode(prompt_tokens, skip_special_tokens=False)
             by_template = partial(TemplateReader, template, prompt, offered if calls else [])
             return Reading(by_template, self._tokenizer.response_marks, wanted.parallel_tool_calls)
-        marks = (*(calls.format.marks if calls else ()), *((THINK_OPEN, THINK_CLOSE) if thinks else ()))
+        tags = self._tokenizer.thinking_tags if thinks else None
+        marks = (*(calls.format.marks if calls else ()), *(tags[:2] if tags else ()))
         has_branches = calls is not None and not calls.forced and has_shape(wanted)
         reader = partial(
             AnswerReader,
             calls.format if calls else None,
             offered,
-            thinks=thinks,
-            starts_thinking=thinks and self._thinking.opens(prompt_tokens),
+            thinking=tags,
+            starts_thinking=tags is not None and self._thinking.opens(prompt_tokens),
             begins=calls.beginnings if calls and has_branches else (),
         )
-        shown = frozenset(found for mark in marks if (found := self._tokenizer.special_id(mark)) is not None)
-        return Reading(reader, shown, wanted.parallel_tool_calls)
+        return Reading(reader, self._tokenizer.special_ids_in("".join(marks)), wanted.parallel_tool_calls)
 
     def _first_key(self, wanted: GenerateRequest) -> tuple[str, str] | None:
         """Return a key for the first message; None if the shared prefix depends on more than this message."""
@@ -508,7 +509,7 @@ class Intake:
             keep_stop=wanted.keep_stop,
             reading=self.reading(wanted, request.prompt_tokens),
         )
-        if request.constraints and self._thinks(wanted) and self._thinking.opens(request.prompt_tokens):
+        if request.constraints and self._free_thinking(wanted) and self._thinking.opens(request.prompt_tokens):
             for constraint in request.constraints:  # the constraint begins where the answer begins
                 for token_id in self._thinking.opening():
                     constraint.accept(token_id)

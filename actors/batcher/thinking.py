@@ -4,16 +4,16 @@ effort, budget ──> variables of the template, where it reads them
               └──> a constraint that ends the thinking at the template's own mark, so that the answer follows
 """
 
+import re
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.sampling.sampler import Constraint
 from genbatch.nif.sampling.thinking_budget import ThinkingBudget, ThinkingMarks
 from genbatch.nif.text.response_template import HARMONY
-from genbatch.nif.text.tools import THINK_CLOSE, THINK_OPEN
-from genbatch.proto.messages import GenerateRequest, PromptRequest
+from genbatch.proto.messages import Effort, GenerateRequest, PromptRequest
 
 
 class EffortBudget(NamedTuple):
@@ -34,10 +34,13 @@ EFFORTS = {
 # The variables by which templates turn thinking on and off, and the name of an effort and of a budget.
 SWITCHES = ("enable_thinking", "thinking")
 EFFORT, BUDGET = "reasoning_effort", "thinking_budget"
-# Templates that know efforts know these three.
+EFFORT_NAMES = get_args(Effort)
+# Templates that know efforts know these three, unless they list the efforts that they accept.
 _NEAREST = {"minimal": "low", "xhigh": "high", "max": "high"}
+_LISTED = re.compile(r"reasoning_effort\s{1,9}not\s{1,9}in\s{0,9}[\[(]([^\])]{0,200})[\])]")
+_EFFORT = re.compile(r"['\"](\w+)['\"]")
 # The number of tokens at the end of a prompt that may open or close the thinking.
-TAIL_TOKENS = 8
+TAIL_TOKENS = 24
 
 
 class Thinking:
@@ -54,14 +57,8 @@ class Thinking:
     @property
     def takes_effort(self) -> bool:
         """Whether an effort or a budget has an effect."""
-        is_harmony = self._tokenizer.response_template is HARMONY
-        return self._tokenizer.template_reads(EFFORT) or (self._tokenizer.thinks and (is_harmony or self.has_tags))
-
-    @property
-    def has_tags(self) -> bool:
-        """Whether thinking, if there is any, stands between <think> and </think>."""
-        template = self._tokenizer.response_template
-        return template is None or all(mark in str(template) for mark in (THINK_OPEN, THINK_CLOSE))
+        has_marks = self._tokenizer.response_template is HARMONY or self._tokenizer.thinking_tags is not None
+        return self._tokenizer.template_reads(EFFORT) or (self._tokenizer.thinks and has_marks)
 
     def variables(self, wanted: PromptRequest) -> dict[str, Any] | None:
         """Return the chat template's variables: the request's own, and those that follow from its effort and budget."""
@@ -71,20 +68,21 @@ class Thinking:
         found: dict[str, Any] = {}
         if effort is not None:
             found = {name: effort != "none" for name in SWITCHES if reads(name)}
-            if effort != "none" and reads(EFFORT):
-                found[EFFORT] = _NEAREST.get(effort, effort)
+            if (written := self._written(effort)) is not None:
+                found[EFFORT] = written
         if wanted.max_thinking_tokens is not None and reads(BUDGET):
             found[BUDGET] = wanted.max_thinking_tokens
         return found | (wanted.chat_template_kwargs or {}) or None
 
     def opens(self, prompt_tokens: Sequence[int]) -> bool:
         """Return whether the prompt has opened a thinking part that the answer continues."""
-        return self._tail(prompt_tokens).endswith(THINK_OPEN)
+        tags = self._tokenizer.thinking_tags
+        return tags is not None and self._tail(prompt_tokens).endswith(tags.opens)
 
     def opening(self) -> list[int]:
         """Return the tokens of the tag that opens thinking."""
-        special = self._tokenizer.special_id(THINK_OPEN)
-        return [special] if special is not None else self._encode(THINK_OPEN)
+        tags = self._tokenizer.thinking_tags
+        return [] if tags is None else self._encode(tags.opens)
 
     def constraint(
         self, wanted: GenerateRequest, prompt_tokens: Sequence[int], max_tokens: int, inner: Constraint | None
@@ -108,10 +106,24 @@ class Thinking:
         if type(given) is int and given >= 0:
             return given
         name = wanted.reasoning_effort
-        if name not in EFFORTS or (name != "none" and self._tokenizer.template_reads(EFFORT)):
+        # A template that was told the effort itself limits the thinking. One that was told another one does not.
+        if name not in EFFORTS or (name != "none" and self._written(name) in (name, _NEAREST.get(name, name))):
             return None
         effort = EFFORTS[name]
         return min(effort.max_tokens, int(effort.share * max_tokens))
+
+    def _written(self, effort: str) -> str | None:
+        """Return the effort that the template is told; None where it reads no effort, or cannot read "none"."""
+        listed = self._tokenizer.find_in_template(_LISTED)
+        if listed is None:
+            is_read = effort != "none" and self._tokenizer.template_reads(EFFORT)
+            return _NEAREST.get(effort, effort) if is_read else None
+        known = [name for name in EFFORT_NAMES if name in _EFFORT.findall(listed[1])]
+        if effort == "none":
+            return effort if effort in known else None
+        levels = [name for name in known if name != "none"]
+        higher = [name for name in levels if EFFORT_NAMES.index(name) >= EFFORT_NAMES.index(effort)]
+        return next(iter(higher or levels[-1:]), None)
 
     def _marks(self) -> ThinkingMarks | None:
         """Return the marks around thinking; None if the template has none that are known."""
@@ -126,10 +138,11 @@ class Thinking:
                 decode=decode,
                 forbidden=self._encode("analysis")[0],
             )
-        if not self.has_tags:
+        tags = self._tokenizer.thinking_tags
+        if tags is None:
             return None
-        ending = self._encode(f"\n{THINK_CLOSE}\n\n")
-        return ThinkingMarks(opens=THINK_OPEN, closes=THINK_CLOSE, ending=ending, decode=decode)
+        ending = self._encode(tags.ending)
+        return ThinkingMarks(opens=tags.opens, closes=tags.closes, ending=ending, decode=decode)
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)

@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from genbatch.nif.sampling.sampler import Constraint
 
-# The last tokens to search for the closing mark. Even as single bytes the mark has no more tokens.
-_TAIL = 16
+# The last tokens to search for the closing mark. Even as single bytes the longest mark has no more tokens.
+_TAIL = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

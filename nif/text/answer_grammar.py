@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from genbatch.nif.text.tools import HERMES, THINK_CLOSE, THINK_OPEN, Shape, ToolFormat
+from genbatch.nif.text.tools import HERMES, Shape, ThinkingTags, ToolFormat
 
 # Most calls of one answer that a grammar restricts to calls: a small model might never stop by itself.
 MAX_FORCED_CALLS = 8
@@ -62,14 +62,14 @@ class Calls:
         return self.format.opens
 
 
-def answer_grammar(calls: Calls | None, token_id: TokenId, *, has_format: bool, thinks: bool) -> str:
+def answer_grammar(calls: Calls | None, token_id: TokenId, *, has_format: bool, thinking: ThinkingTags | None) -> str:
     """Build a Lark grammar of an answer.
 
     Args:
         calls: the allowed calls; None allows no call.
         token_id: returns the id of a mark that is one special token, and None for other text.
         has_format: whether an answer without a call must match `@answer`; otherwise the answer is text with calls.
-        thinks: whether thinking may come first.
+        thinking: the tags of the thinking that may come first; None for none.
     """
     rules: list[str] = []
     branches = ["@answer"] if has_format and not (calls is not None and calls.forced) else []
@@ -80,9 +80,9 @@ def answer_grammar(calls: Calls | None, token_id: TokenId, *, has_format: bool, 
             branches.append("mixed")
         rules += _call_rules(calls, _Marks(token_id), is_mixed="mixed" in branches)
     start = " | ".join(branches)
-    if thinks and "mixed" not in branches:  # "mixed" allows any text anyway
+    if thinking is not None and "mixed" not in branches:  # "mixed" allows any text anyway
         start = f"thinking? ({start})"
-        rules += _thinking_rules(_Marks(token_id))
+        rules += _thinking_rules(thinking, _Marks(token_id))
     return "\n".join(["%llguidance {}", f"start: {start}", *dict.fromkeys(rules)])
 
 
@@ -94,12 +94,16 @@ class _Marks:
 
     def __call__(self, mark: str) -> str:
         found = self._token_id(mark)
-        return json.dumps(mark) if found is None else f"<[{found}]>"
+        if found is not None:
+            return f"<[{found}]>"
+        first, text = mark[: mark.find(">") + 1], mark[mark.find(">") + 1 :]
+        begins = self._token_id(first) if first and text else None  # as <|channel>thought
+        return json.dumps(mark) if begins is None else f"<[{begins}]> {json.dumps(text)}"
 
 
-def _thinking_rules(written: _Marks) -> list[str]:
+def _thinking_rules(tags: ThinkingTags, written: _Marks) -> list[str]:
     """Return the rules of a region of thinking and of the empty lines after it."""
-    opens, closes = written(THINK_OPEN), written(THINK_CLOSE)
+    opens, closes = written(tags.opens), written(tags.closes)
     if closes.startswith("<["):
         thought = [f"thought: TEXT {closes}", _TEXT]
     else:

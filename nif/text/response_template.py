@@ -62,11 +62,29 @@ HARMONY: Mapping[str, Any] = {
     },
 }
 _HARMONY_MARKS = ("<|start|>assistant", "<|channel|>analysis", "<|channel|>final", "<|message|>")
+# Gemma 4's, for files without a template of their own, such as GGUF.
+GEMMA_4: Mapping[str, Any] = {
+    "start_anchor": ["<|turn>model\n", "<tool_response|>"],
+    "fields": {
+        "reasoning_content": {"open": "<|channel>thought\n", "close": "<channel|>", "content": "text"},
+        _CALLS: {
+            "open_pattern": r"<\|tool_call>call:(?P<name>[\w.-]+)",
+            "close": "<tool_call|>",
+            "repeats": True,
+            "content": "json",
+            "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"close": ["<turn|>", "<|tool_response>", "<eos>"], "content": "text"},
+    },
+}
+_GEMMA_4_MARKS = ("<|turn>model", "<|channel>thought", "<channel|>", "<|tool_call>call:")
+_KNOWN = ((HARMONY, _HARMONY_MARKS), (GEMMA_4, _GEMMA_4_MARKS))
 
 
 def known_template(chat_template: str) -> Mapping[str, Any] | None:
     """Return our response template for a known chat template; None for any other chat template."""
-    return HARMONY if all(mark in chat_template for mark in _HARMONY_MARKS) else None
+    return next((known for known, marks in _KNOWN if all(mark in chat_template for mark in marks)), None)
 
 
 def checked_template(spec: Any) -> Mapping[str, Any] | None:

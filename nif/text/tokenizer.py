@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from genbatch.nif.text.detokenizer import TokenizerError, raised
 from genbatch.nif.text.response_template import HARMONY, THINKING, checked_template, known_template
 from genbatch.nif.text.templates import ChatTemplateError, Rendering, TemplateRenderer
 from genbatch.nif.text.tokenizer_process import Encoding, TokenizerProcess, decoder_expressions, unchecked
-from genbatch.nif.text.tools import THINK_CLOSE, THINK_OPEN, ToolFormat, plain_conversation, tool_format
+from genbatch.nif.text.tools import ToolFormat, plain_conversation, thinking_tags, tool_format
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -115,6 +116,9 @@ class Tokenizer:
         self.response_marks = frozenset(
             i for i, token in names if token.special and (token.content in marks or template is HARMONY)
         )
+        # The tags around thinking; None if there is none, and for gpt-oss, which thinks in a channel.
+        written = self._template() if template is None else marks
+        self.thinking_tags = None if template is HARMONY else thinking_tags(written)
 
     def _response_template(self) -> Mapping[str, Any] | None:
         """Return transformers' template for parsing the model's output; None if the tokenizer has none."""
@@ -253,16 +257,24 @@ class Tokenizer:
         """Whether the chat template supports answers that begin with thinking."""
         if self.response_template is not None:
             return any(name in THINKING for name in self.response_template["fields"])
-        return self.has_chat_template and THINK_OPEN in self._template() and THINK_CLOSE in self._template()
+        return self.thinking_tags is not None
 
     def template_reads(self, name: str) -> bool:
         """Whether the chat template names a variable. It may name another thing so; then the variable has no effect."""
         return self.has_chat_template and name in self._template()
 
+    def find_in_template(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        """Return the first match of an expression in the chat template."""
+        return pattern.search(self._template()) if self.has_chat_template else None
+
     def special_id(self, mark: str) -> int | None:
         """Return the id of a mark that is one special token; None for other text."""
         token_id = self.backend.token_to_id(mark)
         return token_id if token_id in self.special_ids else None
+
+    def special_ids_in(self, marks: str) -> frozenset[int]:
+        """Return the special tokens that these marks contain."""
+        return self.special_ids.intersection(self.encode(marks, add_special_tokens=False)) if marks else frozenset()
 
     def _template(self) -> str:
         template = self.hf.chat_template

@@ -1,13 +1,13 @@
 """Tool calls and thinking in a model's text: the format of each model family, and a reader that parses the text.
 
     format = tool_format(template)                  # by the marks in the chat template
-    reader = AnswerReader(format, tools, starts_thinking=False)
+    reader = AnswerReader(format, tools, thinking=thinking_tags(template))
     for piece in pieces:
         parts = reader.push(piece)                  # text, reasoning and pieces of calls, in order
     parts = reader.finish()
 
     TEXT ── a mark that opens a call ──> CALL ── the mark that closes it ──> TEXT
-    THINKING ── </think> ──> TEXT
+    THINKING ── the tag that closes it, such as </think> ──> TEXT
 
 Text that cannot be parsed as a call stays text, so no output is lost. JSON arguments are streamed while they are
 generated. Other arguments are parsed once their call is complete.
@@ -20,9 +20,8 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 # Most characters of a call that is not JSON, as a bound for Python's parser. A longer call is text.
 MAX_HELD = 64 * 1024
 _ID_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
@@ -97,6 +96,40 @@ def tool_format(template: str) -> ToolFormat:
     return HERMES
 
 
+class ThinkingTags(NamedTuple):
+    """The texts around a model's thinking.
+
+    Args:
+        opens, closes: the tags.
+        ending: the text that ends the thinking as the model itself would: the closing tag and what follows it.
+    """
+
+    opens: str
+    closes: str
+    ending: str
+
+
+THINK = ThinkingTags("<think>", "</think>", "\n</think>\n\n")
+# The first tags that a template contains are used. Some templates also name <think>, for answers of other models.
+THINKING_TAGS = (
+    ThinkingTags("[THINK]", "[/THINK]", "[/THINK]"),  # Magistral, Ministral 3, Mistral Small 4
+    ThinkingTags("<seed:think>", "</seed:think>", "</seed:think>"),  # Seed-OSS
+    ThinkingTags("<|START_THINKING|>", "<|END_THINKING|>", "<|END_THINKING|>"),  # Command R7B, Command A
+    ThinkingTags("<|channel>thought", "<channel|>", "<channel|>"),  # Gemma 4
+    ThinkingTags("<|begin_of_thought|>", "<|end_of_thought|>", "<|end_of_thought|>\n\n"),  # OpenThinker, Sky-T1
+    ThinkingTags("<|inner_prefix|>", "<|inner_suffix|>", "<|inner_suffix|>"),  # Apertus
+    ThinkingTags("<longcat_think>", "</longcat_think>", "</longcat_think>\n"),
+    ThinkingTags("<thought>", "</thought>", "\n</thought>\n\n"),  # EXAONE Deep
+    ThinkingTags("◁think▷", "◁/think▷", "◁/think▷"),  # Kimi-VL
+    THINK,
+)
+
+
+def thinking_tags(template: str) -> ThinkingTags | None:
+    """Return the tags around thinking that a chat template contains; None if it contains no known tags."""
+    return next((tags for tags in THINKING_TAGS if tags.opens in template and tags.closes in template), None)
+
+
 @dataclass(slots=True)
 class CallPiece:
     """A piece of a call: the first piece has the id and the name, later pieces extend the arguments."""
@@ -142,7 +175,7 @@ class AnswerReader:
     Args:
         format: the format of calls; None if the answer has no calls.
         tools: the offered tools in the chat template's form; they give the types of arguments that are not JSON.
-        thinks: whether the answer may begin with thinking, which is returned separately.
+        thinking: the tags of the thinking that an answer may begin with, which is returned separately; None for none.
         starts_thinking: whether the prompt opened the thinking already.
         begins: texts with which an answer with calls can begin; any other answer is text, even with marks.
             Empty if calls may come anywhere.
@@ -153,7 +186,7 @@ class AnswerReader:
         format: ToolFormat | None,
         tools: Sequence[Mapping[str, Any]] = (),
         *,
-        thinks: bool = False,
+        thinking: ThinkingTags | None = None,
         starts_thinking: bool = False,
         begins: Sequence[str] = (),
     ) -> None:
@@ -162,7 +195,7 @@ class AnswerReader:
         self._schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
         self._opens = format.opens if format is not None else ()
         self._state = _State.THINKING if starts_thinking else _State.START
-        self._thinks = thinks or starts_thinking
+        self._thinking = thinking  # None once the answer has thought
         self._buffer = ""
         self._opened_by = ""  # the mark of the current call; "" for a bare call
         self._call: _JSONCalls | None = None
@@ -202,11 +235,11 @@ class AnswerReader:
         begun = self._buffer.lstrip()
         if self._trims:
             self._buffer = begun
-        if self._thinks and begun.startswith(THINK_OPEN):
-            self._buffer = begun.removeprefix(THINK_OPEN)
+        if self._thinking is not None and begun.startswith(self._thinking.opens):
+            self._buffer = begun.removeprefix(self._thinking.opens)
             self._state = _State.THINKING
             return True
-        if not at_end and (not begun or (self._thinks and THINK_OPEN.startswith(begun))):
+        if not at_end and (not begun or (self._thinking is not None and self._thinking.opens.startswith(begun))):
             return False
         if self._begins and not begun.startswith(tuple(self._begins)):
             if not at_end and any(text.startswith(begun) for text in self._begins):
@@ -221,15 +254,16 @@ class AnswerReader:
         return True
 
     def _think(self, parts: Parts, at_end: bool) -> bool:
-        before, mark, after = self._buffer.partition(THINK_CLOSE)
+        assert self._thinking is not None
+        before, mark, after = self._buffer.partition(self._thinking.closes)
         if mark:
             parts.reasoning += self._shown(before.rstrip(), _State.THINKING)
             self._buffer = after.lstrip()
             self._trims = True
-            self._thinks = False
+            self._thinking = None
             self._state = _State.START
             return True
-        keep = 0 if at_end else _held_back(self._buffer, (THINK_CLOSE,))
+        keep = 0 if at_end else _held_back(self._buffer, (self._thinking.closes,))
         parts.reasoning += self._shown(self._buffer[: len(self._buffer) - keep], _State.THINKING)
         self._buffer = self._buffer[len(self._buffer) - keep :]
         return False

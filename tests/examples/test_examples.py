@@ -19,7 +19,7 @@ import pytest
 from genbatch.clients.cli.settings import read_settings
 from genbatch.proto.validation import RequestLimits
 from tests.actors.service.running_service import RunningService
-from tests.tool_models import FILL_IN_MARKS, add_fill_in_marks, tool_model
+from tests.tool_models import FILL_IN_MARKS, add_marks, tool_model
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -69,7 +69,7 @@ class Examples:
 def examples(tiny_model_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Examples]:
     directory = tmp_path_factory.mktemp("examples")
     model = tool_model(tiny_model_dir("llama"), directory / "model")
-    add_fill_in_marks(model)
+    add_marks(model)
     shutil.copy(EXAMPLES / "shortest_first.py", directory)  # which is on the service's path
     flags = ("--scheduler", "shortest_first:ShortestFirst", "--log-format", "text", "--http", ":0")
     with RunningService(model, directory, "--config", str(EXAMPLES / "service.toml"), *flags) as service:

@@ -10,9 +10,10 @@ import trio
 
 from genbatch.clients.in_process import open_batcher
 from genbatch.nif.sampling.thinking_budget import ThinkingBudget, ThinkingMarks
+from genbatch.nif.text.tools import THINKING_TAGS, ThinkingTags
 from genbatch.proto.errors import InvalidRequest
 from genbatch.proto.messages import Message, ResponseFormat
-from tests.tool_models import TEMPLATE, tool_model
+from tests.tool_models import TEMPLATE, add_marks, tool_model
 
 USER = Message(role="user", content="Well?")
 OPENED = TEMPLATE.replace("assistant\n{%", "assistant\n<think>\n{%") + "{# </think> #}"
@@ -47,6 +48,30 @@ async def test_thinking_ends_at_its_budget_and_the_answer_follows(budget: int, m
         )
         assert plain.token_ids == result.token_ids
         assert plain.text.partition("</think>")[2].lstrip() == result.text
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize("special", [True, False], ids=["special tokens", "text"])
+@pytest.mark.parametrize("tags", THINKING_TAGS, ids=lambda tags: tags.opens)
+async def test_thinking_in_the_tags_of_other_templates_is_read_and_limited(
+    tags: ThinkingTags, special: bool, tiny_model_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    written = TEMPLATE.replace("assistant\n{%", f"assistant\n{tags.opens}{{%") + f"{{# {tags.closes} #}}"
+    model = tool_model(tiny_model_dir("llama"), tmp_path / "model", written)
+    if special:  # "thought" behind Gemma 4's token is text
+        add_marks(model, [tags.opens.removesuffix("thought"), tags.closes])
+    asked: Any = {"messages": [USER], "reasoning": True, "seed": 3, "temperature": 1.0, "max_tokens": 60}
+    schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}
+    async with running(model) as batcher:
+        (card,) = await batcher.models()
+        assert card.thinks
+        result = await batcher.generate(**asked, max_thinking_tokens=5)
+        assert result.reasoning and result.text and 0 < result.reasoning_tokens <= 5 + 24
+        for mark in (tags.opens, tags.closes):
+            assert mark not in result.reasoning and not result.text.startswith(mark)
+        shape = ResponseFormat(type="json_schema", schema=schema)
+        held = await batcher.generate(**asked, max_thinking_tokens=5, response_format=shape)
+        assert json.loads(held.text) == {"a": 1} and held.reasoning == result.reasoning
 
 
 @pytest.mark.trio
@@ -107,7 +132,7 @@ async def test_thinking_that_the_model_opened_itself_is_counted_from_its_mark(
     model = tool_model(tiny_model_dir("llama"), tmp_path / "model", UNOPENED)
     asked: Any = {"messages": [USER], "reasoning": True, "regex": "<think>[^<]*</think>\n*Yes\\."}
     async with running(model) as batcher:
-        result = await batcher.generate(**asked, max_tokens=60, max_thinking_tokens=9)
+        result = await batcher.generate(**asked, max_tokens=60, max_thinking_tokens=5)
         assert result.reasoning and result.text == "Yes."
         mark = len(await batcher.tokenize("<think>", add_special_tokens=False))
         assert result.reasoning_tokens <= mark + 9 + 16
@@ -161,6 +186,27 @@ async def test_an_effort_is_told_to_a_template_that_knows_it(
         length, _ = await num_tokens(max_thinking_tokens=12)
         shown = await num_tokens(max_thinking_tokens=3, chat_template_kwargs={"thinking_budget": 12})
         assert length == shown[0] > (await num_tokens())[0]
+
+
+@pytest.mark.trio
+async def test_a_template_is_told_an_effort_that_it_accepts_and_a_lower_one_is_a_budget_beside_it(
+    tiny_model_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    checks = (  # as Mistral Small 4
+        "{% set reasoning_effort = reasoning_effort or 'none' %}{% if reasoning_effort not in ['none', 'high'] %}"
+        "{{ raise_exception('an effort') }}{% endif %}{{ reasoning_effort }}"
+    )
+    model = tool_model(tiny_model_dir("llama"), tmp_path / "model", checks + OPENED)
+    asked: Any = {"messages": [USER], "reasoning": True, "seed": 3, "temperature": 1.0, "max_tokens": 80}
+    async with running(model) as batcher:
+        high = await batcher.generate(**asked, chat_template_kwargs={"reasoning_effort": "high"})
+        none = await batcher.generate(**asked, chat_template_kwargs={"reasoning_effort": "none"})
+        assert high.usage.prompt_tokens != none.usage.prompt_tokens
+        for effort, told, budget in (("none", none, 0), ("low", high, 20), ("high", high, None), ("max", high, None)):
+            result = await batcher.generate(**asked, reasoning_effort=effort)
+            assert result.usage.prompt_tokens == told.usage.prompt_tokens, effort
+            ending = result.reasoning_tokens - (80 if budget is None else budget)
+            assert 0 <= ending <= (0 if budget is None else 24), effort
 
 
 @pytest.mark.trio

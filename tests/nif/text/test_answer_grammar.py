@@ -8,7 +8,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from genbatch.nif.sampling.grammar import branches, convert
 from genbatch.nif.text.answer_grammar import Calls, _closed, answer_grammar, forced_format
-from genbatch.nif.text.tools import FORMATS, HERMES, AnswerReader, ToolFormat
+from genbatch.nif.text.tools import FORMATS, HERMES, THINK, THINKING_TAGS, AnswerReader, ThinkingTags, ToolFormat
 from tests.nif.text.test_tools import FORMAT, take_apart
 
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -37,7 +37,8 @@ def calls_of(format: ToolFormat, **options: Any) -> Calls:
 
 
 def grammar_for(calls: Calls | None, *, has_format: bool = False, thinks: bool = False) -> str:
-    return answer_grammar(calls, lambda mark: None, has_format=has_format, thinks=thinks)
+    thinking = THINK if thinks else None
+    return answer_grammar(calls, lambda mark: None, has_format=has_format, thinking=thinking)
 
 
 def written_in(format: ToolFormat, arguments: str = '{"city": "</tool_call>]"}') -> str:
@@ -89,7 +90,7 @@ def test_an_answer_is_calls_or_matches_its_format_and_is_read_as_that(format: To
 
     def read(text: str) -> tuple[str, str, list[tuple[str, str]]]:
         for pieces in ([text], list(text)):
-            reader = AnswerReader(format, thinks=thinks, begins=calls.beginnings)
+            reader = AnswerReader(format, thinking=THINK if thinks else None, begins=calls.beginnings)
             said, reasoning, found = take_apart(reader, pieces)
             assert "".join(pieces) == text
         return said, reasoning, found
@@ -163,3 +164,19 @@ def test_a_schema_is_closed_so_deep_and_no_deeper(key: str) -> None:
     assert depth == 100 and "additionalProperties" not in closed
     shallow = {key: wrapped[key]({"properties": {"end": {}}})}
     assert '"additionalProperties": false' in json.dumps(_closed(shallow))
+
+
+@pytest.mark.parametrize("tags", THINKING_TAGS, ids=lambda tags: tags.opens)
+def test_thinking_in_any_known_tags_comes_before_an_answer_in_its_format(tags: ThinkingTags) -> None:
+    grammar = answer_grammar(None, lambda mark: None, has_format=True, thinking=tags)
+    answer = "json_schema", json.dumps(NAMED)
+    for begun in (f"{tags.opens}\n{{hm}}{tags.ending}", ""):
+        assert accepts(grammar, begun + '{"name": "x"}', answer)
+    assert not accepts(grammar, f'{tags.opens}hm{{"name": "x"}}', answer)
+
+
+def test_a_tag_of_a_special_token_and_text_is_written_as_both() -> None:
+    tags = next(tags for tags in THINKING_TAGS if tags.opens == "<|channel>thought")
+    ids = {"<|channel>": 100, "<channel|>": 101}
+    grammar = answer_grammar(None, ids.get, has_format=True, thinking=tags)
+    assert 'thinking: <[100]> "thought" thought' in grammar and "thought: TEXT <[101]>" in grammar

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers.utils.chat_parsing import parse_response
 
-from genbatch.nif.text.response_template import HARMONY, TemplateReader, checked_template, known_template
+from genbatch.nif.text.response_template import GEMMA_4, HARMONY, TemplateReader, checked_template, known_template
 from genbatch.nif.text.tools import Parts
 
 TOOLS = [
@@ -231,3 +231,21 @@ def test_harmony_is_known_by_the_marks_of_its_chat_template() -> None:
     marks = "<|start|>assistant<|channel|>analysis<|message|> <|start|>assistant<|channel|>final<|message|>"
     assert known_template(f"{{{{ '{marks}' }}}}") is HARMONY
     assert known_template("<|start|>assistant<think></think>") is None
+
+
+@pytest.mark.parametrize("length", [1, 3, 10_000])
+def test_the_channels_of_gemma_4_are_thinking_text_and_calls(length: int) -> None:
+    checked_template(GEMMA_4)
+    written = '<|channel>thought\nhm<channel|>I look.<|tool_call>call:f{a:<|"|>x, y<|"|>}<tool_call|><|tool_response>'
+    pieces = [written[place : place + length] for place in range(0, len(written), length)]
+    found = read(TemplateReader(GEMMA_4, "<|turn>model\n", TOOLS), pieces)
+    assert (found.text, found.reasoning) == ("I look.", "hm")
+    assert [(call.name, json.loads(call.arguments)) for call in found.calls] == [("f", {"a": "x, y"})]
+    closed = read(TemplateReader(GEMMA_4, "<|turn>model\n<|channel>thought\n<channel|>", TOOLS), ["Yes.<turn|>"])
+    assert (closed.text, closed.reasoning) == ("Yes.", "")
+
+
+def test_gemma_4_is_known_by_the_marks_of_its_chat_template() -> None:
+    marks = "<|turn>model <|channel>thought <channel|> <|tool_call>call:"
+    assert known_template(f"{{{{ '{marks}' }}}}") is GEMMA_4
+    assert known_template(marks.replace("<|tool_call>", "")) is None

@@ -11,8 +11,12 @@ from genbatch.nif.text.tools import (
     FORMATS,
     HERMES,
     MAX_HELD,
+    THINK,
+    THINKING_TAGS,
     AnswerReader,
+    ThinkingTags,
     plain_conversation,
+    thinking_tags,
     tool_format,
 )
 
@@ -76,7 +80,7 @@ def take_apart(reader: AnswerReader, pieces: list[str]) -> tuple[str, str, list[
 def test_calls_are_found_however_the_text_is_cut(
     format: str, written: str, text: str, reasoning: str, calls: list[tuple[str, Any]], length: int
 ) -> None:
-    reader = AnswerReader(FORMAT[format], TOOLS, thinks=True)
+    reader = AnswerReader(FORMAT[format], TOOLS, thinking=THINK)
     pieces = [written[place : place + length] for place in range(0, len(written), length)]
     found = take_apart(reader, pieces)
     assert (found[0], found[1]) == (text, reasoning)
@@ -122,8 +126,8 @@ WORDS = (
 
 @given(format=st.sampled_from(FORMATS), words=st.lists(st.sampled_from(WORDS), max_size=30))
 def test_however_it_is_cut_the_same_is_found_and_nothing_raises(format: Any, words: list[str]) -> None:
-    whole = take_apart(AnswerReader(format, TOOLS, thinks=True), ["".join(words)])
-    letters = take_apart(AnswerReader(format, TOOLS, thinks=True), list("".join(words)))
+    whole = take_apart(AnswerReader(format, TOOLS, thinking=THINK), ["".join(words)])
+    letters = take_apart(AnswerReader(format, TOOLS, thinking=THINK), list("".join(words)))
     assert whole[1:] == letters[1:] and whole[0] == letters[0]
 
 
@@ -142,8 +146,27 @@ def test_a_call_that_never_ends_is_text_in_the_end() -> None:
 
 
 def test_a_prompt_that_opened_the_thinking_is_gone_on_with() -> None:
-    found = take_apart(AnswerReader(None, thinks=True, starts_thinking=True), ["\nso\n</think>\n\nYes", "."])
+    found = take_apart(AnswerReader(None, thinking=THINK, starts_thinking=True), ["\nso\n</think>\n\nYes", "."])
     assert found == ("Yes.", "so", [])
+
+
+@pytest.mark.parametrize("tags", THINKING_TAGS, ids=lambda tags: tags.opens)
+@pytest.mark.parametrize("length", [1, 2, 5, 10_000])
+def test_thinking_in_the_template_s_own_tags_is_separated_from_the_text(tags: ThinkingTags, length: int) -> None:
+    template = f"{{{{ '{tags.opens}' }}}} … {{{{ '{tags.closes}' }}}}"
+    assert thinking_tags(template) is tags and thinking_tags(template + tags.opens[:-1]) is tags
+    assert thinking_tags(f"{{{{ '{tags.opens}' }}}}") is None, "a template that never closes it has another use for it"
+    written = f"{tags.opens}\nhm, {tags.opens[0]} so{tags.ending}Yes {tags.closes}."
+    for opened in (False, True):
+        answer = written.removeprefix(tags.opens) if opened else written
+        reader = AnswerReader(HERMES, TOOLS, thinking=tags, starts_thinking=opened)
+        pieces = [answer[place : place + length] for place in range(0, len(answer), length)]
+        assert take_apart(reader, pieces) == (f"Yes {tags.closes}.", f"hm, {tags.opens[0]} so", [])
+
+
+def test_tags_of_one_model_come_before_those_of_many() -> None:
+    assert thinking_tags("<think></think>[THINK][/THINK]") is THINKING_TAGS[0]
+    assert thinking_tags("<think></think>") is THINK and thinking_tags("<think>") is None
 
 
 @pytest.mark.parametrize(
