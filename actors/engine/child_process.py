@@ -169,6 +169,7 @@ class ManagedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         engine: its engine's index.
         num_bytes: the size of its files; 0 for a model that is not on this machine yet.
         keep_alive: seconds without requests after which it is unloaded; negative for never.
+        batcher_options: the bytes of `encode_options`.
         adapters: the names of the adapters that are loaded with it.
     """
 
@@ -176,6 +177,7 @@ class ManagedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine: int
     num_bytes: int
     keep_alive: float
+    batcher_options: msgspec.Raw
     adapters: tuple[str, ...] = ()
 
 

@@ -350,13 +350,15 @@ class LinkedGateways:
         self.telemetry = Telemetry()
         models = () if start is None else start.models
         on_demand = () if start is None else start.on_demand
+        own = {model.name: decode_options(model.batcher_options, BatcherOptions) for model in on_demand}
         self.links = [
-            RemoteBatcher(batcher, partial(_tell_hung, on_hung, place)) for place in range(max(1, len(models)))
+            RemoteBatcher(own.get(name, batcher), partial(_tell_hung, on_hung, place))
+            for place, name in enumerate(models or ("",))
         ]
         engines: dict[str, Callee] = dict(zip(models, self.links, strict=False))
         self.keeper: ModelKeeper | None = None
         if start is not None and on_demand:
-            self.keeper = ModelKeeper(on_demand, start.model_bytes, batcher, engines, switch)
+            self.keeper = ModelKeeper(on_demand, start.model_bytes, own, engines, switch)
         self.batcher: Callee = ServedModels(engines, self.keeper) if engines else self.links[0]
         # If another process has opened the sockets, its engines already run, and clients may already have connected.
         running = self.links[: len(self.links) - len(on_demand)] if sockets is not None else []

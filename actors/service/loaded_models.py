@@ -1,6 +1,6 @@
 """LoadedModels: decides which of a service's models to load next, and which ones to unload for it.
 
-    models = LoadedModels([OnDemandModel("a", ...), OnDemandModel("b", ...)], budget=8 * 2**30, max_waiting=40)
+    models = LoadedModels([OnDemandModel("a", ...), OnDemandModel("b", ...)], budget=8 * 2**30)
     ticket = models.enter("a", 1, now)          # a request; admitted now, or by a later plan
     plan = models.plan(now)                     # what to load and unload now, and which requests go to their engines
     models.engine_is_ready("a", num_bytes, now)
@@ -71,11 +71,13 @@ class OnDemandModel:
         name: the name that requests give.
         num_bytes: the memory that it takes: the size of its files, and once it was loaded, the measured size.
         default_keep_alive: seconds without requests after which it is unloaded; negative for never.
+        max_waiting: sequences that may wait for it.
     """
 
     name: str
     num_bytes: int
     default_keep_alive: float
+    max_waiting: int
     keep_alive: float = field(init=False)  # in force until it is unloaded
     phase: Residence = Residence.UNLOADED
     is_closing: bool = False  # takes no new requests, as another model waits for its room
@@ -139,14 +141,12 @@ class LoadedModels:
         models: all of them.
         budget: bytes that the loaded models may take together. A model larger than that is served alone, if its files
             are no larger.
-        max_waiting: sequences that may wait for each model.
     """
 
-    def __init__(self, models: Iterable[OnDemandModel], budget: int, max_waiting: int) -> None:
+    def __init__(self, models: Iterable[OnDemandModel], budget: int) -> None:
         self.models = {model.name: model for model in models}
         self.is_draining = False
         self._budget = budget
-        self._max_waiting = max_waiting
         self._refused: list[Ticket] = []
 
     # Requests
@@ -176,7 +176,7 @@ class LoadedModels:
             raise _not_loaded(model, now)
         num_waiting = sum([waiting.n for waiting in model.waiting])
         # guard: requests that wait for a load
-        if model.waiting and num_waiting + n > self._max_waiting:
+        if model.waiting and num_waiting + n > model.max_waiting:
             retry_ms = round(1000 * model.turn_s) or RETRY_AFTER_LOAD_MS
             raise QueueFull(f"{num_waiting} requests wait for the model {name} to load", retry_after_ms=retry_ms)
         model.waiting.append(ticket)

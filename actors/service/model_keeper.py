@@ -30,7 +30,8 @@ class ModelKeeper:
     Args:
         managed: the models.
         budget: bytes that they may take together.
-        options: the Batcher's. As many sequences may wait for a model as its queue and slots hold.
+        options: the Batcher's of each model, by its name. As many sequences may wait for a model as its queue and
+            slots hold.
         engines: the link of each model, by its name.
         switch: sends SwitchEngine to the process that starts engines.
     """
@@ -39,15 +40,17 @@ class ModelKeeper:
         self,
         managed: Sequence[ManagedModel],
         budget: int,
-        options: BatcherOptions,
+        options: Mapping[str, BatcherOptions],
         engines: Mapping[str, Callee],
         switch: Callable[[SwitchEngine], None],
     ) -> None:
         self.adapters = {model.name: model.adapters for model in managed}
-        self.default_wait_s = options.default_deadline_s or None
-        max_waiting = options.admission(REMOTE).max_queue + options.n_parallel
-        models = [OnDemandModel(model.name, model.num_bytes, model.keep_alive) for model in managed]
-        self._models = LoadedModels(models, budget, max_waiting)
+        self.default_wait_s = {model.name: options[model.name].default_deadline_s or None for model in managed}
+        models = [
+            OnDemandModel(model.name, model.num_bytes, model.keep_alive, _max_waiting(options[model.name]))
+            for model in managed
+        ]
+        self._models = LoadedModels(models, budget)
         self._places = {model.name: model.engine for model in managed}
         self._names = {model.engine: model.name for model in managed}
         self._engines = engines
@@ -176,3 +179,7 @@ class ModelKeeper:
             "model_bytes": model.num_bytes,
             "unload_in_s": None if model.phase is not Residence.LOADED or model.keep_alive < 0 else max(0.0, left_s),
         }
+
+
+def _max_waiting(options: BatcherOptions) -> int:
+    return options.admission(REMOTE).max_queue + options.n_parallel

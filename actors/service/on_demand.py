@@ -10,7 +10,8 @@ from pathlib import Path
 
 import trio
 
-from genbatch.actors.engine.child_process import EngineStopped, ManagedModel, SwitchEngine
+from genbatch.actors.batcher.options import BatcherOptions
+from genbatch.actors.engine.child_process import EngineStopped, ManagedModel, SwitchEngine, encode_options
 from genbatch.actors.runtime.supervisor import Task
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.free_memory import free_host_memory
@@ -27,17 +28,20 @@ class ModelOnDemand:
 
     Args:
         engine: its options, with the name for clients.
+        batcher: the options of its Batcher.
         keep_alive: seconds without requests after which it is unloaded; negative for never.
     """
 
     engine: EngineOptions
+    batcher: BatcherOptions
     keep_alive: float
 
     def managed(self, place: int) -> ManagedModel:
         """Return the message for the gateway, for the engine with this index."""
         adapters = tuple(source.partition("=")[0] for source in self.engine.lora)
         size = file_bytes(self.engine.model_path)
-        return ManagedModel(self.engine.served_model_name, place, size, self.keep_alive, adapters)
+        batcher = encode_options(self.batcher)
+        return ManagedModel(self.engine.served_model_name, place, size, self.keep_alive, batcher, adapters)
 
 
 def file_bytes(model: str) -> int:

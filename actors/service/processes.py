@@ -447,6 +447,7 @@ async def open_processes(
     Args:
         engine_options: the options of each of several models, with the names for clients. The models are loaded one
             after another, so that each measures the memory that the earlier ones left. Models on demand come last.
+        batcher_options: those of the models that have none of their own.
         of_fleet: whether this service is a replica, called by the gateways of a fleet; see Dispatcher.
         progress: called as progress(stage, done, total) while the model loads.
         sockets: see GatewayRunner.
@@ -458,23 +459,24 @@ async def open_processes(
     wanted = [engine_options] if isinstance(engine_options, EngineOptions) else list(engine_options)
     on_demand = [one for one in wanted if isinstance(one, ModelOnDemand)]
     each = [one.engine if isinstance(one, ModelOnDemand) else one for one in wanted]
-    for one in each:
-        check_start(one, batcher_options, options, sockets)
+    batchers = [one.batcher if isinstance(one, ModelOnDemand) else batcher_options for one in wanted]
+    for one, batcher in zip(each, batchers, strict=True):
+        check_start(one, batcher, options, sockets)
     names = tuple(one.served_model_name for one in each) if len(wanted) > 1 or on_demand else ()
     assert all(names) and len(set(names)) == len(names), names
     num_kept = len(wanted) - len(on_demand)
-    telemetry, batcher = Telemetry(), encode_options(batcher_options)
+    telemetry = Telemetry()
     joints = [Joint(place) for place in range(len(wanted))]
     spare = SpareEngine() if options.spare_engine else None
     new_process = new_engine if spare is None else spare.take
     engines = tuple(
-        EngineRunner(StartEngine(encode_options(one), batcher), joint, progress or _ignore, new_process)
-        for one, joint in zip(each, joints, strict=True)
+        EngineRunner(StartEngine(encode_options(one), encode_options(batcher)), joint, progress or _ignore, new_process)
+        for one, batcher, joint in zip(each, batchers, joints, strict=True)
     )
     managed = tuple(one.managed(num_kept + index) for index, one in enumerate(on_demand))
     budget = model_bytes(options.model_memory, each[0].max_memory_percent) if managed else 0
     gateway = GatewayRunner(
-        StartGateway(encode_options(options), batcher, of_fleet, names, managed, budget),
+        StartGateway(encode_options(options), encode_options(batcher_options), of_fleet, names, managed, budget),
         joints,
         lambda reason, place: engines[place].kill(reason),
         sockets,

@@ -111,7 +111,7 @@ class ServedModels:
             yield
             return
         if wait_s is None and has_default:
-            wait_s = self._keeper.default_wait_s
+            wait_s = self._keeper.default_wait_s[model]
         async with self._keeper.using(model, n, wait_s):
             yield
 

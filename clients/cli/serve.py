@@ -196,14 +196,14 @@ def serve(
         # Before torch is imported anywhere: a mistake is told at once.
         named = named_models(model or [])
         settings = settings_of(context, named[0][1] if named else DEFAULT_MODEL, file, flags)
-        engine, options = settings.engine(), settings.service()
+        engine, batcher, options = settings.engine(), settings.batcher(), settings.service()
         engines: list[EngineOptions | ModelOnDemand] = []
         if options.models is None:
             engines += engines_of(engine, named)
         else:
             kept = engines_of(engine, named) if named else []
             engines += [replace(one, served_model_name=name_of(one)) for one in kept]
-            engines += models_on_demand(written_path(options.models), engine, options.keep_alive)
+            engines += models_on_demand(written_path(options.models), engine, batcher, options.keep_alive)
         if len(engines) > 1 or options.models is not None:
             _check_several(engine, options, fleet, [name_of(one) for one in engines])
         engine = engines[0].engine if isinstance(engines[0], ModelOnDemand) else engines[0]
@@ -213,9 +213,9 @@ def serve(
                 return
             # torchrun starts all ranks anew, or none.
             options = replace(options, max_restarts=0)
-        opening = partial(_open_service, engines, settings.batcher(), options)
+        opening = partial(_open_service, engines, batcher, options)
         if fleet.is_wanted:
-            opening = partial(_open_fleet, engine, settings.batcher(), options, fleet)
+            opening = partial(_open_fleet, engine, batcher, options, fleet)
         async with _listening(options) as (sockets, predecessor):
             await _serve(partial(opening, sockets), sockets, predecessor, options, stopping)
 

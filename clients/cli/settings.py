@@ -240,12 +240,13 @@ def _line_of(name: str, text: str) -> int:
 # Models on demand
 
 
-def models_on_demand(path: Path, engine: EngineOptions, keep_alive: float) -> list[ModelOnDemand]:
+def models_on_demand(
+    path: Path, engine: EngineOptions, batcher: BatcherOptions, keep_alive: float
+) -> list[ModelOnDemand]:
     """The models in a directory, or of a TOML file with a table for each: its options in the place of the service's.
 
     Args:
-        engine: the options of every model, as far as its table says nothing else.
-        keep_alive: the same.
+        engine, batcher, keep_alive: the options of every model, as far as its table says nothing else.
 
     Raises:
         OptionError: there is no model, a key is unknown, or a value is wrong; it says where.
@@ -262,14 +263,21 @@ def models_on_demand(path: Path, engine: EngineOptions, keep_alive: float) -> li
         where = f"{path}, table {name}"
         if not isinstance(table, Mapping) or "model" not in table:
             raise OptionError("models", f"a table with a key `model` is wanted for each model ({where})")
-        values: dict[str, Any] = {"served_model_name": name}
+        values: dict[type, dict[str, Any]] = {EngineOptions: {"served_model_name": name}, BatcherOptions: {}}
         for key, value in table.items():
             option = _known(key, where)
-            if option.owner is not EngineOptions and key != "keep_alive":
+            if option.owner not in values and key != "keep_alive":
                 raise OptionError(key, f"is no option of one model ({where})")
-            values[option.field] = _checked(option, value, where, strict=True)
-        own_keep_alive = values.pop("keep_alive", keep_alive)
-        found.append(ModelOnDemand(replace(engine, **values), own_keep_alive))
+            values.setdefault(option.owner, {})[option.field] = _checked(option, value, where, strict=True)
+        try:
+            own_engine, own_batcher = (
+                replace(engine, **values[EngineOptions]),
+                replace(batcher, **values[BatcherOptions]),
+            )
+        except OptionError as error:
+            raise OptionError(error.option, f"{error.reason} ({where})") from error
+        own_keep_alive = values.get(ServiceOptions, {}).get("keep_alive", keep_alive)
+        found.append(ModelOnDemand(own_engine, own_batcher, own_keep_alive))
     return found
 
 

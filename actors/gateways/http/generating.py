@@ -200,7 +200,7 @@ class Generating:
         request = self._asked(decode_json(state["body"]), caller, fields)
         card = await self._calls.model(request.model)
         request.requests[:] = [msgspec.structs.replace(each, model=card.id) for each in request.requests]
-        for name in () if card.thinks else request.thinking:
+        for name in () if card.thinks or not card.n_ctx else request.thinking:  # not known before its first load
             fields.ignore(name)
         answer = self._answer(request, card.id, caller)
         caller = replace(caller, request_id=answer.id)
@@ -208,10 +208,6 @@ class Generating:
             logger.debug("request %s: these fields are ignored: %s", answer.id, ", ".join(fields.ignored))
         # OpenAI's name of the id, Anthropic's, and the fields without effect.
         send = _with_headers(send, {"x-request-id": answer.id, "request-id": answer.id, **fields.headers})
-        if request.suffix:
-            for index, each in enumerate(request.requests):
-                prompt = await self._fill_in.prompt(card.id, each.prompt or "", request.suffix)
-                request.requests[index] = msgspec.structs.replace(each, prompt=prompt)
         if request.stream:
             await self._stream(request, caller, answer, receive, send)
             return
@@ -238,6 +234,9 @@ class Generating:
         self, request: HTTPRequest, caller: HTTPCaller, put: Callable[[int, Token], None] | None
     ) -> Sequence[Result]:
         """The results of all prompts; `put` gets their tokens. The first failure ends all of them."""
+        # Both ask the model's tokenizer, so they may have to wait until the model is loaded.
+        if request.suffix:
+            await self._fill_gaps(request)
         if request.echo and request.num_top is not None:
             await self._tokenize(request, caller)
         results: dict[int, Result] = {}
@@ -260,6 +259,12 @@ class Generating:
         if failures:
             raise failures[0]
         return [results[index] for index in sorted(results)]
+
+    async def _fill_gaps(self, request: HTTPRequest) -> None:
+        """Write prompts with the model's marks around the gap before the suffix."""
+        for index, each in enumerate(request.requests):
+            prompt = await self._fill_in.prompt(each.model or "", each.prompt or "", request.suffix)
+            request.requests[index] = msgspec.structs.replace(each, prompt=prompt)
 
     async def _tokenize(self, request: HTTPRequest, caller: HTTPCaller) -> None:
         """Makes token ids of prompts: a table of log-probs begins with the first token's name."""

@@ -22,8 +22,8 @@ class World:
     """LoadedModels with engines that obey at once or when they are told to, on a clock of numbers."""
 
     def __init__(self, budget: int = 100, max_waiting: int = 4, **sizes: int) -> None:
-        models = [OnDemandModel(name, size, 10.0) for name, size in sizes.items()]
-        self.models = LoadedModels(models, budget, max_waiting)
+        models = [OnDemandModel(name, size, 10.0, max_waiting) for name, size in sizes.items()]
+        self.models = LoadedModels(models, budget)
         self.now = 0.0
         self.log: list[str] = []
 

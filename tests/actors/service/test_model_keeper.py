@@ -1,5 +1,6 @@
 """Models on demand over scripted engines and a mocked clock: waits, deadlines, failures, and the reports to clients."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +10,11 @@ import trio.testing
 
 from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.engine.child_process import EngineStopped, ManagedModel, SwitchEngine
+from genbatch.actors.engine.child_process import EngineStopped, ManagedModel, SwitchEngine, encode_options
 from genbatch.actors.engine.remote_batcher import EndWaiting
+from genbatch.actors.gateways.http import generating
 from genbatch.actors.observing.metrics import render
+from genbatch.actors.runtime.actor import ActorRef
 from genbatch.actors.service.model_keeper import ModelKeeper
 from genbatch.actors.service.on_demand import EngineOnDemand
 from genbatch.actors.service.served_models import ServedModels
@@ -28,7 +31,9 @@ from genbatch.proto.messages import (
     StatsRequest,
     TokenizeRequest,
 )
+from tests.actors.gateways.http.serving import served_http
 from tests.actors.service.test_served_models import card
+from tests.waiting import received_until
 
 pytestmark = pytest.mark.trio
 
@@ -68,10 +73,11 @@ class Service:
 
     def __init__(self, nursery: trio.Nursery, names: str, *, budget: int = 100, options: BatcherOptions) -> None:
         managed = [
-            ManagedModel(name, place, 10, 30.0, ("law",) if name == "a" else ()) for place, name in enumerate(names)
+            ManagedModel(name, place, 10, 30.0, encode_options(options), ("law",) if name == "a" else ())
+            for place, name in enumerate(names)
         ]
         self.engines = {name: Engine(name) for name in names}
-        self.keeper = ModelKeeper(managed, budget, options, self.engines, self.switch)
+        self.keeper = ModelKeeper(managed, budget, dict.fromkeys(names, options), self.engines, self.switch)
         self.models = ServedModels(self.engines, self.keeper)
         self.log: list[str] = []
         self.load_s = 2.0
@@ -307,3 +313,44 @@ async def test_an_engine_on_demand_starts_and_ends_as_it_is_told(nursery: trio.N
     engine.switch(SwitchEngine(3, is_wanted=True))
     await trio.testing.wait_all_tasks_blocked()
     assert told[1:] == [EngineStopped(3, ""), EngineStopped(3, "broken")]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("suffix", [None, "x"])
+async def test_a_stream_waits_for_its_model_with_heartbeats_and_so_many_may_wait(
+    suffix: str | None, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generating, "HEARTBEAT_S", 0.02)
+    options = BatcherOptions(n_parallel=1, max_queue=0)
+    managed = [ManagedModel("scripted", 0, 10, 30.0, encode_options(options))]
+    switched: list[SwitchEngine] = []
+    keepers: list[ModelKeeper] = []
+
+    def on_demand(ref: ActorRef) -> ServedModels:
+        keepers.append(ModelKeeper(managed, 100, {"scripted": options}, {"scripted": ref}, switched.append))
+        return ServedModels({"scripted": ref}, keepers[0])
+
+    async with served_http(in_front=on_demand) as served, trio.open_nursery() as nursery:
+        await nursery.start(keepers[0].run)
+        content = json.dumps({"prompt": "hold", "suffix": suffix, "stream": True}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
+        async with await trio.open_tcp_stream("127.0.0.1", served.port) as client:
+            await client.send_all(head.encode() + content)
+            begun = await received_until(client, b"\n: heartbeat\n\n")
+            assert begun.startswith(b"HTTP/1.1 200 ") and b"text/event-stream" in begun
+            await received_until(client, b"\n: heartbeat\n\n")
+            assert [message.is_wanted for message in switched] == [True] and not served.batcher.requests
+            refused = await served.complete("too many")
+            assert refused.status_code == 429 and float(refused.headers["retry-after"]) > 0
+            if fails:
+                await keepers[0].engine_has_ended(0, "broken")
+                ended = await received_until(client, b"}\n\n")
+                assert b"could not be loaded" in ended and b"broken" not in ended
+            else:
+                keepers[0].engine_is_ready(0, 10)
+                if suffix is None:
+                    (await served.batcher.arrival("hold")).finish()
+                    await received_until(client, b"[DONE]")
+                else:
+                    assert b"no marks for filling in" in await received_until(client, b"}\n\n")
+        nursery.cancel_scope.cancel()

@@ -35,7 +35,7 @@ def service(
     (broken / "model.safetensors").write_bytes(b"nonsense")
     file = tmp_path / "models.toml"
     file.write_text(
-        f'[answers]\nmodel = "{tiny_model_dir("llama")}"\nn_ctx = 1024\n'
+        f'[answers]\nmodel = "{tiny_model_dir("llama")}"\nn_ctx = 1024\nn_parallel = 3\n'
         f'[embeds]\nmodel = "{embedder_dir("bert mean")}"\nkeep_alive = -1\n'
         f'[broken]\nmodel = "{broken}"\n'
     )
@@ -78,6 +78,8 @@ async def test_models_come_and_go_over_every_door(
         assert len(seen) == 240 and seen[: len(expected) - 1] == expected[:-1]
         stats = (await client.stats())["by_model"]["answers"]
         assert (stats["loads"], stats["engine_restarts"], stats["state"]) == (2, 1, "loaded")
+        [card] = [card for card in await client.models() if card.id == "answers"]
+        assert (card.n_ctx, card.n_parallel) == (1024, 3), "the options of its table"
 
         vectors = await http.embeddings.create(model="embeds", input=[5, 6, 7])  # the other one goes for it
         assert len(vectors.data[0].embedding) == 32

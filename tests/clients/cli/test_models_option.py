@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.service.on_demand import file_bytes, on_demand_in
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.clients.cli.command import UsageError
@@ -13,16 +14,21 @@ from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import OptionError
 
 ENGINE = EngineOptions(model_path="of the service", n_ctx=77, dtype="float32")
+BATCHER = BatcherOptions(n_parallel=3, max_queue=5)
 
 
 def test_a_file_has_a_table_of_options_for_each_model(tmp_path: Path) -> None:
     file = tmp_path / "models.toml"
     file.write_text(
-        '[one]\nmodel = "a/b"\nn_ctx = 5\nkeep_alive = -1\nlora = ["law=./law"]\n[two]\nmodel = "./two.gguf"\n'
+        '[one]\nmodel = "a/b"\nn_ctx = 5\nkeep_alive = -1\nlora = ["law=./law"]\nquantize = "int8"\nn_parallel = 2\n'
+        'max_batch_tokens = 64\n[two]\nmodel = "./two.gguf"\n'
     )
-    one, two = models_on_demand(file, ENGINE, 300.0)
+    one, two = models_on_demand(file, ENGINE, BATCHER, 300.0)
     assert (one.engine.served_model_name, one.engine.model_path, one.engine.n_ctx) == ("one", "a/b", 5)
     assert (one.keep_alive, two.keep_alive) == (-1, 300.0)
+    assert (one.engine.quantize, two.engine.quantize) == ("int8", "none")
+    assert (one.batcher.n_parallel, one.batcher.max_batch_tokens, one.batcher.max_queue) == (2, 64, 5)
+    assert one.batcher.scheduling.max_num_requests == 2 and two.batcher == BATCHER
     assert (two.engine.n_ctx, two.engine.dtype, two.engine.lora) == (77, "float32", ())
     managed = one.managed(3)
     assert (managed.name, managed.engine, managed.adapters) == ("one", 3, ("law",))
@@ -30,7 +36,7 @@ def test_a_file_has_a_table_of_options_for_each_model(tmp_path: Path) -> None:
 
 def test_a_directory_has_models_with_the_options_of_the_service(tmp_path: Path) -> None:
     (tmp_path / "small.gguf").write_bytes(b"12345")
-    [small] = models_on_demand(tmp_path, ENGINE, 60.0)
+    [small] = models_on_demand(tmp_path, ENGINE, BATCHER, 60.0)
     assert (small.engine.served_model_name, small.engine.n_ctx, small.keep_alive) == ("small", 77, 60.0)
     assert small.managed(0).num_bytes == 5
 
@@ -43,7 +49,8 @@ def test_a_directory_has_models_with_the_options_of_the_service(tmp_path: Path) 
         ("[one]\nn_ctx = 5", "models: a table with a key `model`"),
         ('[one]\nmodel = "a"\nn_ctx = "many"', "n_ctx: .*table one"),
         ('[one]\nmodel = "a"\nn_cxt = 5', "n_cxt: there is no such option .*did you mean n_ctx"),
-        ('[one]\nmodel = "a"\nn_parallel = 5', "n_parallel: is no option of one model"),
+        ('[one]\nmodel = "a"\nhttp = ":80"', "http: is no option of one model"),
+        ('[one]\nmodel = "a"\nn_parallel = 0', "n_parallel: must be at least 1, not 0 .*table one"),
         ("[one", "models: .* is no TOML"),
     ],
 )
@@ -51,12 +58,12 @@ def test_a_mistake_in_the_file_is_named_with_its_place(tmp_path: Path, text: str
     file = tmp_path / "models.toml"
     file.write_text(text)
     with pytest.raises(OptionError, match=message):
-        models_on_demand(file, ENGINE, 300.0)
+        models_on_demand(file, ENGINE, BATCHER, 300.0)
 
 
 def test_mistakes_of_the_command_line_are_told() -> None:
     with pytest.raises(OptionError, match="models: cannot read"):
-        models_on_demand(Path("/no/such/file"), ENGINE, 300.0)
+        models_on_demand(Path("/no/such/file"), ENGINE, BATCHER, 300.0)
     with pytest.raises(OptionError, match="models: goes with engine process"):
         ServiceOptions(models="x", engine="thread")
     for value in (float("nan"), float("inf")):

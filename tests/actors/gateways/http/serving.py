@@ -1,6 +1,6 @@
 """An HTTP gateway in front of a scripted Batcher, and a plain client of it."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ import httpx2
 import trio
 
 from genbatch.actors.gateways.addresses import parse_http_address
-from genbatch.actors.gateways.dispatcher import Dispatcher
+from genbatch.actors.gateways.dispatcher import Callee, Dispatcher
 from genbatch.actors.gateways.http.http_gateway import HTTPGateway
 from genbatch.actors.runtime.actor import ActorRef, start
 from genbatch.actors.security.security import Security
@@ -44,8 +44,13 @@ async def served_http(
     strict: bool = False,
     batch_dir: Path | None = None,
     takes_over: bool = False,
+    in_front: Callable[[ActorRef], Callee] = lambda ref: ref,
 ) -> AsyncIterator[ServedHTTP]:
-    """Runs all of them for as long as the body runs; PATIENCE_S at most, so that no test hangs."""
+    """Runs all of them for as long as the body runs; PATIENCE_S at most, so that no test hangs.
+
+    Args:
+        in_front: returns what the gateway calls; the Batcher itself if it is not given.
+    """
     batcher = batcher or ScriptedBatcher()
     with trio.fail_after(PATIENCE_S):
         async with trio.open_nursery() as nursery:
@@ -53,7 +58,7 @@ async def served_http(
             address = parse_http_address(":0")
             options: Any = {"only_metrics": only_metrics, "strict": strict, "batch_dir": batch_dir}
             options["takes_over"] = takes_over
-            gateway = HTTPGateway(Dispatcher(ref), address, security, **options)
+            gateway = HTTPGateway(Dispatcher(in_front(ref)), address, security, **options)
             scope = trio.CancelScope()
 
             async def run(task_status: trio.TaskStatus[str]) -> None:
