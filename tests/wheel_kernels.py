@@ -1,37 +1,31 @@
-"""Compiles the kernels of every level into a folder, and prints the platform tag of a wheel with them.
+"""Compiles the kernels of every level of a machine into a folder, with Zig's C compiler.
 
-python tests/wheel_kernels.py nif/native/packaged
+python tests/wheel_kernels.py aarch64 .venv-wheel/bin/python-zig nif/native/packaged
+
+Zig brings the headers and the symbols of each glibc, so a library needs no newer glibc than the one that is named, and
+one machine compiles for others.
 """
 
-import platform
-import re
-import shutil
 import sys
-import tempfile
-from collections.abc import Collection
 from pathlib import Path
 
 from genbatch.nif.native.build import FLAGS, SOURCE_DIRECTORY, compile_sources
 from genbatch.nif.native.packaged import LEVELS, library_name
 
-
-def platform_tag(libraries: Collection[bytes]) -> str:
-    """The tag of a wheel with these libraries: the oldest glibc that has every symbol which they need."""
-    versions = [tuple(map(int, found)) for data in libraries for found in re.findall(rb"GLIBC_(\d+)\.(\d+)", data)]
-    major, minor = max(versions)
-    return f"manylinux_{major}_{minor}_{platform.machine()}"
+# The oldest for which pip has wheels on each kind of machine: manylinux2014.
+GLIBC = "2.17"
 
 
 def main() -> None:
-    """Compiles every level into the folder that the command line names."""
-    folder = Path(sys.argv[1])
-    folder.mkdir(exist_ok=True)
-    for level in LEVELS:
-        with tempfile.TemporaryDirectory() as scratch:
-            library = Path(scratch) / library_name(level)
-            compile_sources("cc", (*FLAGS, *level.flags), tuple(sorted(SOURCE_DIRECTORY.glob("*.c"))), library)
-            shutil.move(library, folder)
-    print(platform_tag([path.read_bytes() for path in folder.glob("*.so")]))
+    """Compile every level into the folder that the command line names."""
+    machine, zig, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3]).absolute()
+    folder.mkdir()
+    sources = tuple(sorted(SOURCE_DIRECTORY.glob("*.c")))
+    for level in LEVELS[machine]:
+        target = ("-target", f"{machine}-linux-gnu.{GLIBC}", f"-mcpu={level.cpu}", "-s")  # without names for a debugger
+        compile_sources(zig, ("cc", *target, *FLAGS, *level.macros), sources, folder / library_name(level))
+    for left in folder.glob("*.o"):
+        left.unlink()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The wheel's compiled kernels: one library for each level of x86-64, chosen by the CPU's flags.
+"""The wheel's compiled kernels: one library for each kind of CPU, chosen by the CPU's flags.
 
 `make wheel` compiles them (tests/wheel_kernels.py).
 
@@ -25,48 +25,63 @@ class Level:
 
     Args:
         name: the level's part of the file name.
-        flags: the compiler's flags.
+        cpu: the instructions that the compiler may use, in Zig's names.
         needs: the flags that /proc/cpuinfo lists on such a CPU.
-        vendor: the CPU's vendor, if only its CPUs gain from the flags.
+        vendor: the CPU's vendor, if only its CPUs gain from the instructions.
+        macros: further flags of the compiler.
     """
 
     name: str
-    flags: tuple[str, ...]
+    cpu: str
     needs: tuple[str, ...]
     vendor: str = ""
+    macros: tuple[str, ...] = ()
 
 
-LEVELS = (
-    Level(
-        "v4-vnni-bf16",
-        ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-DDOT_BF16"),
-        (*_V4, "avx512_vnni", "avx512_bf16"),
-        "AuthenticAMD",
+LEVELS: dict[str, tuple[Level, ...]] = {
+    "x86_64": (
+        Level(
+            "v4-vnni-bf16",
+            "x86_64_v4+avx512vnni+avx512bf16",
+            (*_V4, "avx512_vnni", "avx512_bf16"),
+            "AuthenticAMD",
+            ("-DDOT_BF16",),
+        ),
+        Level("v4-vnni", "x86_64_v4+avx512vnni", (*_V4, "avx512_vnni")),
+        Level("v4", "x86_64_v4", _V4),
+        Level("v3-vnni", "x86_64_v3+avxvnni", (*_V3, "avx_vnni")),
+        Level("v3", "x86_64_v3", _V3),
     ),
-    Level("v4-vnni", ("-march=x86-64-v4", "-mavx512vnni"), (*_V4, "avx512_vnni")),
-    Level("v4", ("-march=x86-64-v4",), _V4),
-    Level("v3-vnni", ("-march=x86-64-v3", "-mavxvnni"), (*_V3, "avx_vnni")),
-    Level("v3", ("-march=x86-64-v3",), _V3),
-)
-"""The kinds that the C code distinguishes on x86-64, the fastest first."""
+    "aarch64": (
+        Level("arm-i8mm", "generic+dotprod+i8mm", ("asimd", "asimddp", "i8mm")),
+        Level("arm-dotprod", "generic+dotprod", ("asimd", "asimddp")),
+        Level("arm", "generic", ("asimd",)),
+    ),
+}
+"""The kinds that the C code distinguishes on each kind of machine, the fastest first."""
 
 
-def level_of(cpu: str) -> Level | None:
+def level_of(cpu: str, machine: str) -> Level | None:
     """Return the best level for a CPU.
 
     Args:
         cpu: lines of /proc/cpuinfo.
+        machine: a key of `LEVELS`; there are no libraries for others.
     """
     words = set(cpu.split())
     return next(
-        (level for level in LEVELS if words.issuperset(level.needs) and (not level.vendor or level.vendor in words)),
+        (
+            level
+            for level in LEVELS.get(machine, ())
+            if words.issuperset(level.needs) and (not level.vendor or level.vendor in words)
+        ),
         None,
     )
 
 
 def packaged_library(cpu: str, folder: Path = PACKAGED) -> Path | None:
     """Return this installation's library for a CPU; None if there is none."""
-    level = level_of(cpu) if platform.machine() in ("x86_64", "AMD64") and sys.platform == "linux" else None
+    level = level_of(cpu, platform.machine()) if sys.platform == "linux" else None
     path = None if level is None else folder / library_name(level)
     return path if path is not None and path.is_file() else None
 

@@ -91,23 +91,34 @@ class Load:
 @pytest.mark.long
 @pytest.mark.trio
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds processes through Linux's /proc")
+@pytest.mark.parametrize("on_demand", [False, True], ids=["loaded", "on demand"])
 async def test_a_take_over_under_load_loses_nothing_and_refuses_nobody(
-    tiny_model_dir: Callable[[str], Path], tmp_path: Path
+    on_demand: bool, tiny_model_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
     port, rpc = free_port(), f"unix://{tmp_path}/rpc.sock"
     flags = ("--http", f":{port}", "--rpc-bind", rpc, "--shutdown-timeout-s", "60")
-    model = tiny_model_dir("llama")
-    with trio.fail_after(3 * LOADED_S), RunningService(model, tmp_path, *flags) as earlier, ExitStack() as services:
+    model, missing = tiny_model_dir("llama"), tmp_path / "no model"
+    if on_demand:
+        (tmp_path / "models").mkdir()
+        (tmp_path / "models/tiny").symlink_to(model)
+
+    def service(source: Path, *more: str) -> RunningService:
+        if on_demand:
+            source = tmp_path / "models" if source is model else source
+            return RunningService(None, tmp_path, *flags, "--models", str(source), *more)
+        return RunningService(source, tmp_path, *flags, *more)
+
+    with trio.fail_after(3 * LOADED_S), service(model) as earlier, ExitStack() as services:
         load = Load(earlier, port, rpc)
         async with load.running():
             await load.more()
             # One that does not start changes nothing.
-            failing = RunningService(tmp_path / "no model", tmp_path, *flags, "--take-over")
+            failing = service(missing, "--take-over")
             failed = await trio.to_thread.run_sync(run_to_its_end, failing)
             assert failed.returncode != 0 and "no model" in failed.stdout
             await load.more()
             assert earlier.process.poll() is None
-            starting = RunningService(model, tmp_path, *flags, "--take-over")
+            starting = service(model, "--take-over")
             later = await trio.to_thread.run_sync(services.enter_context, starting)
             await load.more()
             assert await trio.to_thread.run_sync(earlier.process.wait, LOADED_S) == 0

@@ -1,6 +1,5 @@
 """Kernels that a wheel carries: which CPU gets which, and that no compiler is asked for them."""
 
-import platform
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,6 @@ import pytest
 from genbatch.nif.native import build, packaged
 from genbatch.nif.native.build import build_library
 from genbatch.nif.native.packaged import LEVELS, level_of, packaged_library
-from tests.wheel_kernels import platform_tag
 
 INTEL, AMD = "vendor_id\t: GenuineIntel", "vendor_id\t: AuthenticAMD"
 HASWELL = "flags\t\t: fpu sse2 avx avx2 fma bmi1 bmi2 f16c movbe abm"
@@ -28,10 +26,16 @@ SKYLAKE = f"{HASWELL} avx512f avx512bw avx512cd avx512dq avx512vl"
         (f"{INTEL}\n{SKYLAKE} avx512_vnni avx512_bf16 avx_vnni amx_int8", "v4-vnni"),
         (f"{AMD}\n{SKYLAKE} avx512_vnni avx512_bf16", "v4-vnni-bf16"),
         ("", None),
+        ("Features\t: fp asimd evtstrm aes", "arm"),
+        ("Features\t: fp asimd fphp asimdhp asimddp", "arm-dotprod"),
+        ("Features\t: fp asimd asimddp sve i8mm bf16", "arm-i8mm"),
+        ("Features\t: fp evtstrm", None),
     ],
 )
 def test_a_cpu_gets_the_best_level_that_it_has_all_of(cpu: str, name: str | None) -> None:
-    level = level_of(cpu)
+    machine = "aarch64" if cpu.startswith("Features") else "x86_64"
+    level = level_of(cpu, machine)
+    assert level_of(cpu, "riscv64") is None
     assert (None if level is None else level.name) == name
 
 
@@ -42,7 +46,7 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(packaged.sys, "platform", "linux")
     monkeypatch.setattr(build, "_cpu", lambda: f"{INTEL}\n{HASWELL}")
     monkeypatch.setattr(build, "packaged_library", lambda cpu: packaged_library(cpu, tmp_path))
-    path = tmp_path / packaged.library_name(level_of(HASWELL) or LEVELS[-1])
+    path = tmp_path / packaged.library_name(level_of(HASWELL, "x86_64") or LEVELS["x86_64"][-1])
     path.write_bytes(b"kernels")
     return path
 
@@ -64,9 +68,3 @@ def test_another_kind_of_machine_compiles_its_own(wheel: Path, monkeypatch: pyte
     assert packaged_library(f"{INTEL}\n{SKYLAKE}", wheel.parent) is None
     monkeypatch.setattr(packaged.platform, "machine", lambda: "aarch64")
     assert packaged_library(f"{INTEL}\n{HASWELL}", wheel.parent) is None
-
-
-def test_a_wheels_tag_names_the_newest_symbol_that_its_libraries_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    libraries = [b"\0GLIBC_2.2.5\0GLIBC_2.9\0", b"\0GLIBC_2.34\0GLIBC_2.4\0"]
-    assert platform_tag(libraries) == "manylinux_2_34_x86_64"
