@@ -93,11 +93,16 @@ class GenerateParams(TypedDict, total=False):
     seed: int | None
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
+    allowed_token_ids: Sequence[int] | None
+    bad_words: Sequence[str]
     min_tokens: int
     ignore_eos: bool
     logprobs: int | None
     prompt_logprobs: int | None
+    return_prompt_token_ids: bool
+    truncate_prompt_tokens: int | None
     echo: bool
+    skip_special_tokens: bool
     response_format: ResponseFormat | Mapping[str, object] | None
     grammar: str | None
     regex: str | None

@@ -157,12 +157,18 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         seed: makes the draws repeatable; 0 to 2**64 - 1; None draws one.
         stop: strings that end the output and are not part of it; none of them empty.
         stop_token_ids: token ids that end the output.
+        allowed_token_ids: token ids of which the output consists; None allows all. A model's end-of-sequence token is
+            not among them unless the list has it.
+        bad_words: texts that the output does not contain, as their tokens at a word's beginning and within a word.
         min_tokens: tokens before which nothing but `max_tokens` ends the output; >= 0.
         ignore_eos: go on after the model's end-of-sequence tokens.
         logprobs: how many of the likeliest tokens to report with each generated one; 0 reports only the generated
             one's log-prob, None nothing.
         prompt_logprobs: the same for the prompt's tokens.
+        return_prompt_token_ids: report the prompt's token ids.
+        truncate_prompt_tokens: keep the last tokens of the prompt, at most so many; >= 1, None keeps all.
         echo: put the prompt in front of the text.
+        skip_special_tokens: leave special tokens, such as a chat template's marks, out of the text.
         response_format: the shape of the answer; None is free text. At most one of this, `grammar` and `regex`.
         grammar: a Lark grammar, or one in llama.cpp's GBNF, that the whole answer matches.
         regex: a regular expression that the whole answer matches.
@@ -174,7 +180,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         reasoning_effort: how much to think: "none", "minimal", "low", "medium", "high", "xhigh" or "max". Where the
             chat template knows no effort, it is a budget of thinking. None leaves it to the model.
         max_thinking_tokens: most tokens of thinking, >= 0; then the thinking is ended, and the answer follows. None is
-            no limit. It takes effect for templates that write thinking between <think> and </think>, or as gpt-oss.
+            no limit. It takes effect for templates with known marks around the thinking, such as <think> and </think>.
         chat_template_kwargs: variables for the chat template, such as {"enable_thinking": False}.
         continue_final_message: go on with the last message instead of a new one.
         keep_stop: leave the stop string that ended the output in the text.
@@ -201,11 +207,16 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     seed: int | None = None
     stop: list[str] = []
     stop_token_ids: list[int] = []
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] = []
     min_tokens: int = 0
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    return_prompt_token_ids: bool = False
+    truncate_prompt_tokens: int | None = None
     echo: bool = False
+    skip_special_tokens: bool = True
     response_format: ResponseFormat | None = None
     grammar: str | None = None
     regex: str | None = None
@@ -314,6 +325,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         logprobs: one a token, where asked for.
         prompt_logprobs: one a token of the prompt, None for the first, where asked for. With finish reason "deadline"
             those that were evaluated by then.
+        prompt_token_ids: the prompt's token ids, where asked for.
         reasoning: the thinking before the text, where that is told apart.
         tool_calls: the calls that the model asks for.
         stop_string: the one of `stop` that ended the output, if one did.
@@ -328,6 +340,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     usage: Usage
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    prompt_token_ids: list[int] | None = None
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     stop_string: str | None = None

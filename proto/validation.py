@@ -53,7 +53,7 @@ class RequestLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         max_stop: stop strings, and as many stop token ids.
         max_stop_length: characters of a stop string.
         max_messages: messages of a conversation.
-        max_logit_bias: token ids with a bias.
+        max_logit_bias: token ids with a bias; as many allowed token ids, and as many bad words.
         max_grammar_bytes: of a JSON schema, grammar or regular expression that the answer must match.
         max_grammar_s: seconds of processor time that compiling one may take.
         max_deadline_s: seconds.
@@ -454,6 +454,7 @@ def _check_lengths(request: GenerateRequest, limits: RequestLimits) -> None:
     _check_range("min_tokens", request.min_tokens, 0, MAX_COUNT)
     if request.max_tokens is not None and request.min_tokens > request.max_tokens:
         raise InvalidRequest("min_tokens", f"{request.min_tokens} is more than max_tokens, {request.max_tokens}")
+    _check_given_range("truncate_prompt_tokens", request.truncate_prompt_tokens, 1, MAX_COUNT)
     _check_given_range("max_thinking_tokens", request.max_thinking_tokens, 0, MAX_COUNT)
     for name in ("reasoning_effort", "max_thinking_tokens"):
         if getattr(request, name) is not None and not request.messages:
@@ -494,6 +495,15 @@ def _check_stopping(request: GenerateRequest, limits: RequestLimits) -> None:
     for index, token_id in enumerate(request.stop_token_ids):
         if token_id < 0:
             raise InvalidRequest(f"stop_token_ids[{index}]", f"{token_id} is negative")
+    if request.allowed_token_ids is not None:
+        if not request.allowed_token_ids:
+            raise InvalidRequest("allowed_token_ids", "is empty, so no token could follow")
+        _check_count("allowed_token_ids", len(request.allowed_token_ids), limits.max_logit_bias)
+    _check_count("bad_words", len(request.bad_words), limits.max_logit_bias)
+    for index, text in enumerate(request.bad_words):
+        if not text.strip():
+            raise InvalidRequest(f"bad_words[{index}]", "is empty")
+        _check_text(f"bad_words[{index}]", text, limits.max_stop_length)
 
 
 def _check_given_range(field: str, value: float | None, low: float, high: float, *, above: bool = False) -> None:

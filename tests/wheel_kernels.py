@@ -1,12 +1,16 @@
-"""Compiles the kernels of every level of a machine into a folder, with Zig's C compiler.
+"""Compiles the kernels of every level of a machine into a folder.
 
 python tests/wheel_kernels.py aarch64 .venv-wheel/bin/python-zig nif/native/packaged
 
-Zig brings the headers and the symbols of each glibc, so a library needs no newer glibc than the one that is named, and
-one machine compiles for others.
+GCC compiles for this machine, since its kernels are faster: a prompt's take 0.8 of the time of Clang's. Zig links. It
+brings the symbols of each glibc, so a library needs no newer glibc than the one that is named. For another machine Zig
+compiles too, as it brings the headers and Clang.
 """
 
+import platform
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from genbatch.nif.native.build import FLAGS, SOURCE_DIRECTORY, compile_sources
@@ -20,12 +24,16 @@ def main() -> None:
     """Compile every level into the folder that the command line names."""
     machine, zig, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3]).absolute()
     folder.mkdir()
+    linker = (zig, "cc", "-target", f"{machine}-linux-gnu.{GLIBC}")
+    compiler = ("cc",) if machine == platform.machine() else linker
     sources = tuple(sorted(SOURCE_DIRECTORY.glob("*.c")))
     for level in LEVELS[machine]:
-        target = ("-target", f"{machine}-linux-gnu.{GLIBC}", f"-mcpu={level.cpu}", "-s")  # without names for a debugger
-        compile_sources(zig, ("cc", *target, *FLAGS, *level.macros), sources, folder / library_name(level))
-    for left in folder.glob("*.o"):
-        left.unlink()
+        with tempfile.TemporaryDirectory() as scratch:
+            flags = (*compiler[1:], *FLAGS, *level.flags)
+            compile_sources(compiler[0], flags, sources, Path(scratch) / "for_this_glibc.so")
+            objects = sorted(map(str, Path(scratch).glob("*.o")))
+            library = folder / library_name(level)
+            subprocess.run([*linker, "-shared", "-pthread", "-s", *objects, "-o", str(library), "-lm"], check=True)
 
 
 if __name__ == "__main__":

@@ -79,6 +79,7 @@ class OutputRules:
         echo: text in front of the output.
         wants_logprobs: whether to keep each token's log-prob.
         keep_stop: whether the stop string that ended the output is part of the text.
+        shown: special tokens with visible text.
         reading: separates calls and thinking from the text; None where all output is text.
     """
 
@@ -89,6 +90,7 @@ class OutputRules:
     echo: str = ""
     wants_logprobs: bool = False
     keep_stop: bool = False
+    shown: frozenset[int] = frozenset()
     reading: Reading | None = None
 
 
@@ -109,7 +111,7 @@ class Output:
         self._prompt_tokens = prompt_tokens
         self._rules = rules
         reading = rules.reading
-        shown = reading.shown if reading is not None else frozenset()
+        shown = rules.shown if reading is None else rules.shown | reading.shown
         self._detokenizer = Detokenizer(tokenizer, prompt_tokens, shown=shown)
         self._reader = reading.reader() if reading is not None else None
         self._reasoning: list[str] = []
@@ -282,6 +284,7 @@ class GenerationRequest(Request):
             **msgspec.structs.asdict(choices[0]),
             usage=usage,
             prompt_logprobs=self.prompt_logprobs,
+            prompt_token_ids=list(self.prompt_tokens) if self.wanted.return_prompt_token_ids else None,
             several=choices if len(choices) > 1 else (),
         )
 

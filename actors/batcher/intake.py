@@ -35,7 +35,8 @@ from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.lora import Adapters
 from genbatch.nif.runner import LoraAdapter
 from genbatch.nif.sampling.draw import SamplingParams
-from genbatch.nif.sampling.sampler import SamplerState
+from genbatch.nif.sampling.sampler import Constraint, SamplerState
+from genbatch.nif.sampling.token_rules import TokenRules
 from genbatch.nif.text.answer_grammar import Calls, answer_grammar, forced_format, is_json
 from genbatch.nif.text.response_template import HARMONY, TemplateReader
 from genbatch.nif.text.templates import ChatTemplateError, NothingToContinue, TemplateEnded
@@ -72,7 +73,7 @@ SAMPLING_DEFAULTS: dict[str, Any] = {
 SAMPLING_PARAMETERS = (
     *(name for name in SAMPLING_DEFAULTS if name != "logprobs"),
     *("stop", "n", "response_format", "grammar", "regex", "tools", "keep_stop"),
-    *("reasoning", "reasoning_effort", "max_thinking_tokens"),
+    *("reasoning", "reasoning_effort", "max_thinking_tokens", "allowed_token_ids", "bad_words"),
 )
 _SYSTEM = ("system", "developer")
 # The number of first messages with remembered tokens.
@@ -137,6 +138,8 @@ class Intake:
                 self._check_token(token_id, f"drawn[{choice}].token_ids[{index}]")
         for index, token_id in enumerate(wanted.stop_token_ids):
             self._check_token(token_id, f"stop_token_ids[{index}]")
+        for index, token_id in enumerate(wanted.allowed_token_ids or ()):
+            self._check_token(token_id, f"allowed_token_ids[{index}]")
         for token_id in wanted.logit_bias or ():
             self._check_token(token_id, f"logit_bias[{token_id}]")
 
@@ -159,6 +162,8 @@ class Intake:
 
         In a conversation the users' messages count: every template keeps them, except for surrounding spaces.
         """
+        if wanted.truncate_prompt_tokens is not None:
+            return
         said = [message.content.strip() for message in wanted.messages or () if message.role == "user"]
         for text in (wanted.prompt or "", *said):
             self._check_text(text, "prompt" if wanted.messages is None else "messages")
@@ -265,8 +270,10 @@ class Intake:
             PromptTooLong: the rendered conversation does not fit.
         """
         tokens = self._encode(wanted, prompt)
+        if wanted.truncate_prompt_tokens is not None:
+            tokens = tokens[-wanted.truncate_prompt_tokens :]
         fits = len(tokens) < self.max_positions  # a prompt that does not fit is refused and not remembered
-        shares = wanted.messages and not wanted.scores_prompt and fits
+        shares = wanted.messages and not wanted.scores_prompt and wanted.truncate_prompt_tokens is None and fits
         first = self._first_message(wanted, prompt) if shares else []
         return Prompt(tokens, first, self._echo(wanted, tokens) if fits else "")
 
@@ -276,7 +283,8 @@ class Intake:
         if prompt is not None:
             with _named_refusals():
                 text = prompt.text
-            self._check_text(text, "messages")  # a few words may become a megabyte
+            if wanted.truncate_prompt_tokens is None:
+                self._check_text(text, "messages")  # a few words may become a megabyte
             return self._tokenizer.encode_prompt(text)
         assert wanted.prompt is not None
         tokens = self._tokenizer.encode(wanted.prompt)
@@ -507,6 +515,7 @@ class Intake:
             echo=request.echo,
             wants_logprobs=wanted.logprobs is not None,
             keep_stop=wanted.keep_stop,
+            shown=frozenset() if wanted.skip_special_tokens else self._tokenizer.special_ids,
             reading=self.reading(wanted, request.prompt_tokens),
         )
         if request.constraints and self._free_thinking(wanted) and self._thinking.opens(request.prompt_tokens):
@@ -524,7 +533,7 @@ class Intake:
                 sampler = SamplerState(replace(params, logprobs=search.num_candidates), ())
                 make = partial(BeamGeneration, search=search, width=request.beam_width)
             else:
-                own = request.constraints[choice] if request.constraints else None
+                own = self._token_rules(wanted, request.constraints[choice] if request.constraints else None)
                 held = self._thinking.constraint(wanted, request.prompt_tokens, max_tokens, own)
                 sampler = SamplerState(params, request.prompt_tokens, held)
             sequence = make(
@@ -553,10 +562,23 @@ class Intake:
             made.append(sequence)
         return made
 
+    def _token_rules(self, wanted: GenerateRequest, inner: Constraint | None) -> Constraint | None:
+        """Return the constraint by token ids around another one; `inner` itself for a request without such rules."""
+        if wanted.allowed_token_ids is None and not wanted.bad_words:
+            return inner
+        bad = {
+            tuple(self._tokenizer.encode(space + text.strip(), add_special_tokens=False))
+            for text in wanted.bad_words
+            for space in ("", " ")
+        }
+        words = -(-self._model.vocab_size // 32)
+        return TokenRules(wanted.allowed_token_ids, sorted(filter(None, bad)), words, inner)
+
     def _echo(self, wanted: GenerateRequest, tokens: list[int]) -> str:
         if not wanted.echo:
             return ""
-        return wanted.prompt if wanted.prompt is not None else self._tokenizer.decode(tokens)
+        is_whole = wanted.prompt is not None and wanted.truncate_prompt_tokens is None
+        return wanted.prompt or "" if is_whole else self._tokenizer.decode(tokens)
 
     def _sampling(self, request: GenerationRequest, seed: int, stop_ids: frozenset[int]) -> SamplingParams:
         wanted = request.wanted

@@ -25,37 +25,34 @@ class Level:
 
     Args:
         name: the level's part of the file name.
-        cpu: the instructions that the compiler may use, in Zig's names.
+        flags: the compiler's flags.
         needs: the flags that /proc/cpuinfo lists on such a CPU.
-        vendor: the CPU's vendor, if only its CPUs gain from the instructions.
-        macros: further flags of the compiler.
+        vendor: the CPU's vendor, if only its CPUs gain from the flags.
     """
 
     name: str
-    cpu: str
+    flags: tuple[str, ...]
     needs: tuple[str, ...]
     vendor: str = ""
-    macros: tuple[str, ...] = ()
 
 
 LEVELS: dict[str, tuple[Level, ...]] = {
     "x86_64": (
         Level(
             "v4-vnni-bf16",
-            "x86_64_v4+avx512vnni+avx512bf16",
+            ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-DDOT_BF16"),
             (*_V4, "avx512_vnni", "avx512_bf16"),
             "AuthenticAMD",
-            ("-DDOT_BF16",),
         ),
-        Level("v4-vnni", "x86_64_v4+avx512vnni", (*_V4, "avx512_vnni")),
-        Level("v4", "x86_64_v4", _V4),
-        Level("v3-vnni", "x86_64_v3+avxvnni", (*_V3, "avx_vnni")),
-        Level("v3", "x86_64_v3", _V3),
+        Level("v4-vnni", ("-march=x86-64-v4", "-mavx512vnni"), (*_V4, "avx512_vnni")),
+        Level("v4", ("-march=x86-64-v4",), _V4),
+        Level("v3-vnni", ("-march=x86-64-v3", "-mavxvnni"), (*_V3, "avx_vnni")),
+        Level("v3", ("-march=x86-64-v3",), _V3),
     ),
     "aarch64": (
-        Level("arm-i8mm", "generic+dotprod+i8mm", ("asimd", "asimddp", "i8mm")),
-        Level("arm-dotprod", "generic+dotprod", ("asimd", "asimddp")),
-        Level("arm", "generic", ("asimd",)),
+        Level("arm-i8mm", ("-mcpu=generic+dotprod+i8mm",), ("asimd", "asimddp", "i8mm")),
+        Level("arm-dotprod", ("-mcpu=generic+dotprod",), ("asimd", "asimddp")),
+        Level("arm", ("-mcpu=generic",), ("asimd",)),
     ),
 }
 """The kinds that the C code distinguishes on each kind of machine, the fastest first."""

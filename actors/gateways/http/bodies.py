@@ -202,6 +202,8 @@ class HTTPRequest:
         include_usage: whether a stream tells its usage.
         num_top: how many of the likeliest tokens to show with each one; None shows no log-probs.
         ids_for_text: whether log-probs name tokens by their ids.
+        shows_ids: whether the token ids of prompts and answers come back.
+        scores_prompt: whether the log-probs of the prompts' tokens come back in an array of their own.
         echo: whether the prompts come back in front of the answers.
         suffix: the text behind the gap to be filled; "" is none.
         body: what was asked, where the answer repeats it.
@@ -219,6 +221,8 @@ class HTTPRequest:
     include_usage: bool = True
     num_top: int | None = None
     ids_for_text: bool = False
+    shows_ids: bool = False
+    scores_prompt: bool = False
     echo: bool = False
     suffix: str = ""
     body: dict[str, Any] = field(default_factory=dict)

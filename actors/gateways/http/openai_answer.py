@@ -126,6 +126,8 @@ class OpenAIAnswer:
         for result, request in zip(results, self._request.requests, strict=True):
             for choice in result.choices:
                 choices.append(await self._choice(len(choices), choice, result, request))
+        # Of a chat there is one prompt; of completions each choice tells its own.
+        about_prompt = await self._about_prompt(results[0]) if self._is_chat else {}
         return {
             "id": self.id,
             "object": self._object,
@@ -133,6 +135,7 @@ class OpenAIAnswer:
             "model": self._model,
             "choices": choices,
             "usage": _usage(results),
+            **about_prompt,
         }
 
     async def _choice(self, index: int, choice: Choice, result: Result, request: GenerateRequest) -> dict[str, Any]:
@@ -143,8 +146,41 @@ class OpenAIAnswer:
                 logprobs = chat_logprobs(choice.logprobs, self._texts)
             else:
                 logprobs = (await self._table(choice.logprobs, result, request)).to_dict()
-        shown = {"message": _message(choice, self._request.custom)} if self._is_chat else {"text": choice.text}
+        shown: dict[str, Any] = {"text": choice.text}
+        if self._is_chat:
+            shown = {"message": _message(choice, self._request.custom)}
+        if self._request.shows_ids:
+            shown["token_ids"] = choice.token_ids
+        if not self._is_chat:
+            shown |= await self._about_prompt(result)
         return {"index": index, **shown, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+
+    async def _about_prompt(self, result: Result) -> dict[str, Any]:
+        """The token ids of a prompt and their log-probs, under vLLM's names, where they are asked for."""
+        found: dict[str, Any] = {}
+        if self._request.shows_ids:
+            found["prompt_token_ids"] = result.prompt_token_ids
+        if self._request.scores_prompt:
+            rows: list[dict[str, Any] | None] = []
+            for entry in result.prompt_logprobs or ():
+                if entry is not None:
+                    await self._learn([entry])
+                rows.append(None if entry is None else self._ranked(entry))
+            found["prompt_logprobs"] = rows
+        return found
+
+    def _ranked(self, entry: TokenLogprob) -> dict[str, Any]:
+        """The log-probs of a place in the prompt by token id; the prompt's own token has no rank behind the top."""
+        ranks = {token_id: rank for rank, token_id in enumerate(entry.top, 1)}
+        every = {entry.token_id: entry.logprob} | entry.top
+        return {
+            str(token_id): {
+                "logprob": max(logprob, LOWEST),
+                "rank": ranks.get(token_id),
+                "decoded_token": self._texts[token_id],
+            }
+            for token_id, logprob in every.items()
+        }
 
     async def _table(self, logprobs: list[TokenLogprob], result: Result, request: GenerateRequest) -> LogprobTable:
         table = LogprobTable(self._texts)
@@ -169,10 +205,14 @@ class OpenAIAnswer:
         text = tokens[0].text if len(tokens) == 1 else "".join(token.text for token in tokens)
         logprobs = b"null" if self._request.num_top is None else await self._encode_logprobs(index, tokens)
         opening = self.opening(index)
-        if not text and logprobs == b"null":
+        shows_ids = self._request.shows_ids
+        if not text and logprobs == b"null" and not shows_ids:
             return opening + apart
         body = b'"delta":{"content":%b}' if self._is_chat else b'"text":%b'
-        return opening + apart + self._event(index, body % to_json(text), logprobs, b"null")
+        body %= to_json(text)
+        if shows_ids:
+            body += b',"token_ids":' + to_json([token.token_id for token in tokens])
+        return opening + apart + self._event(index, body, logprobs, b"null")
 
     def _apart(self, index: int, tokens: Sequence[Token]) -> bytes:
         """Events with thinking and pieces of calls, in the order they were written."""
@@ -225,6 +265,8 @@ class OpenAIAnswer:
                 # A prompt that is repeated stands in front of the first token, if there is one.
                 text = choice.text if self._request.echo and not choice.token_ids else ""
                 body = b'"delta":{}' if self._is_chat else b'"text":' + to_json(text)
+                if self._request.shows_ids:
+                    body += b',"prompt_token_ids":' + to_json(result.prompt_token_ids)
                 parts.append(self.opening(index) + self._last_inputs(index))
                 parts.append(self._event(index, body, b"null", to_json(choice.finish_reason)))
                 index += 1

@@ -75,6 +75,12 @@ class GenerationFields(SamplingFields, frozen=True, kw_only=True, forbid_unknown
     stop_token_ids: list[int] | None = None
     priority: int | None = None
     return_tokens_as_token_ids: bool | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    truncate_prompt_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -147,7 +153,8 @@ _SPECIAL = frozenset("\\.+*?()|[]{}^$#&-~/")
 _SAME_NAME = (
     *SamplingFields.__struct_fields__,
     *("n", "max_tokens", "repetition_penalty", "ignore_eos", "min_tokens", "stop_token_ids"),
-    *("priority", "deadline_s", "stop", "grammar", "regex"),
+    *("priority", "deadline_s", "stop", "grammar", "regex", "allowed_token_ids", "bad_words", "prompt_logprobs"),
+    *("truncate_prompt_tokens", "skip_special_tokens"),
 )
 
 
@@ -307,8 +314,10 @@ def read_completion(body: dict[str, Any], reader: Fields | None = None) -> HTTPR
         if fields.logprobs is not None:
             if fields.stream:
                 raise InvalidRequest("echo", "log-probs of a prompt cannot be streamed")
+            if fields.prompt_logprobs not in (None, fields.logprobs):
+                raise InvalidRequest("prompt_logprobs", "must be the same as logprobs, as echo shows the prompt's too")
             params["prompt_logprobs"] = fields.logprobs
-    names = {"token_ids": "prompt", "prompt_logprobs": "logprobs"}
+    names = {"token_ids": "prompt"} | ({"prompt_logprobs": "logprobs"} if fields.prompt_logprobs is None else {})
     every = [params | prompt for prompt in read_prompts(fields.prompt)]
     if fields.suffix and (fields.echo or any("token_ids" in each for each in every)):
         raise InvalidRequest("suffix", "goes with prompts that are text, and without echo")
@@ -332,6 +341,8 @@ def _request(fields: GenerationFields, params: list[dict[str, Any]], names: dict
     """The request of a body; `more` are further arguments of HTTPRequest."""
     if fields.stream_options is not None and not fields.stream:
         raise InvalidRequest("stream_options", "needs stream to be true")
+    if fields.prompt_logprobs is not None and fields.stream:
+        raise InvalidRequest("prompt_logprobs", "log-probs of a prompt cannot be streamed")
     is_object = fields.response_format is not None and fields.response_format.type == "json_object"
     inner = "schema" if is_object else "json_schema.schema"
     names = names | {"response_format.schema": f"response_format.{inner}"}
@@ -344,6 +355,8 @@ def _request(fields: GenerationFields, params: list[dict[str, Any]], names: dict
         stream=bool(fields.stream),
         include_usage=bool(fields.stream_options and fields.stream_options.include_usage),
         ids_for_text=bool(fields.return_tokens_as_token_ids),
+        shows_ids=bool(fields.return_token_ids),
+        scores_prompt=fields.prompt_logprobs is not None,
         names=names,
         **more,
     )
@@ -364,6 +377,10 @@ def _shared(fields: GenerationFields) -> dict[str, Any]:
         elif fields.response_format.schema is not None and shape["type"] == "json_object":
             shape = {"type": "json_schema", "schema": fields.response_format.schema}
         params["response_format"] = shape
+    if fields.truncate_prompt_tokens == -1:  # vLLM's way to say "as long as the context"
+        del params["truncate_prompt_tokens"]
+    if fields.return_token_ids:
+        params["return_prompt_token_ids"] = True
     if fields.no_stop_trim or fields.include_stop_str_in_output:
         params["keep_stop"] = True
     params |= _shape(fields)

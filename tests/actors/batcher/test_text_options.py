@@ -10,8 +10,8 @@ import torch
 import trio
 
 from genbatch import open_batcher
-from genbatch.proto.errors import PromptTooLong
-from tests.tool_models import tool_model
+from genbatch.proto.errors import InvalidRequest, PromptTooLong
+from tests.tool_models import add_marks, tool_model
 from tests.waiting import ENGINE_PATIENCE_S
 
 pytestmark = pytest.mark.trio
@@ -89,3 +89,56 @@ async def test_a_text_that_can_never_fit_is_refused_before_it_is_cut_into_tokens
             with pytest.raises(PromptTooLong, match="and 512 fit") as caught:
                 await batcher.generate(**request)
             assert caught.value.field == field
+
+
+async def test_an_output_has_allowed_tokens_only_and_no_bad_words(model: Path) -> None:
+    asked: dict[str, Any] = {"max_tokens": 30, "temperature": 1.0, "seed": 7}
+    async with running(model) as batcher:
+        few = await batcher.generate([5, 6, 7], **asked, allowed_token_ids=[40, 41, 42], n=2)
+        assert all(set(choice.token_ids) <= {40, 41, 42} and len(choice.token_ids) == 30 for choice in few.choices)
+        greedy = await batcher.generate([5, 6, 7], max_tokens=30, ignore_eos=True)
+        bad = await batcher.detokenize(greedy.token_ids[3:5])
+        assert len(bad) > 1
+        without = await batcher.generate([5, 6, 7], max_tokens=30, ignore_eos=True, bad_words=[bad])
+        assert bad.strip() and without.token_ids[:4] == greedy.token_ids[:4] != without.token_ids
+        tokens = await batcher.tokenize(bad.strip(), add_special_tokens=False)
+        pairs = list(zip(*(without.token_ids[start:] for start in range(len(tokens))), strict=False))
+        assert tuple(tokens) not in pairs
+        held = await batcher.generate([5, 6, 7], **asked, regex="[a-z]{1,9}", bad_words=["e", "a"])
+        assert held.finish_reason == "stop" and not set(held.text) & {"e", "a"}
+        with pytest.raises(InvalidRequest, match="none of the allowed tokens"):
+            await batcher.generate([5, 6, 7], **asked, regex="[0-9]{3}", allowed_token_ids=[few.token_ids[0], 3])
+        for wrong in ({"allowed_token_ids": [10**6]}, {"allowed_token_ids": []}, {"bad_words": [" "]}):
+            with pytest.raises(InvalidRequest) as caught:
+                await batcher.generate([5, 6, 7], **asked, **wrong)
+            assert (caught.value.field or "").startswith(next(iter(wrong)))
+
+
+async def test_a_prompt_keeps_its_last_tokens_and_its_ids_are_reported(model: Path) -> None:
+    async with running(model) as batcher:
+        for prompt in ({"prompt": "word " * 2000}, {"messages": [USER | {"content": "word " * 2000}]}):
+            with pytest.raises(PromptTooLong):
+                await batcher.generate(**prompt, max_tokens=4)
+            cut = await batcher.generate(
+                **prompt, max_tokens=4, truncate_prompt_tokens=50, return_prompt_token_ids=True, echo=True
+            )
+            assert cut.usage.prompt_tokens == len(cut.prompt_token_ids) == 50
+            plain = await batcher.generate(cut.prompt_token_ids, max_tokens=4, echo=True)
+            assert (plain.token_ids, plain.text) == (cut.token_ids, cut.text) and plain.prompt_token_ids is None
+        whole = await batcher.generate("a word", max_tokens=1, truncate_prompt_tokens=50, return_prompt_token_ids=True)
+        assert whole.prompt_token_ids == await batcher.tokenize("a word")
+
+
+async def test_special_tokens_are_text_where_that_is_asked_for(
+    model: Path, tiny_model_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    marked = tool_model(tiny_model_dir("llama"), tmp_path / "model")
+    add_marks(marked, ["<|mark|>"])
+    async with running(marked) as batcher:
+        (mark,) = await batcher.tokenize("<|mark|>", add_special_tokens=False)
+        asked: dict[str, Any] = {"max_tokens": 3, "allowed_token_ids": [mark]}
+        assert (await batcher.generate([5, 6, 7], **asked)).text == ""
+        shown = await batcher.generate([5, 6, 7], **asked, skip_special_tokens=False)
+        assert shown.text == "<|mark|>" * 3
+        async with batcher.stream([5, 6, 7], **asked, skip_special_tokens=False) as stream:
+            assert [token.text async for token in stream] == ["<|mark|>"] * 3

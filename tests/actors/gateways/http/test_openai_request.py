@@ -242,8 +242,13 @@ def test_vllms_further_fields_do_what_they_say_or_are_named() -> None:
     going_on = {"messages": [USER], "continue_final_message": True, "add_generation_prompt": False}
     assert read_chat(going_on).requests[0].continue_final_message is True
     neutral = {"length_penalty": 1.0, "skip_special_tokens": True, "bad_words": [], "use_beam_search": False}
+    rules = {"allowed_token_ids": [3, 5], "bad_words": ["x"], "truncate_prompt_tokens": 7, "prompt_logprobs": 2}
+    asked = read_chat({"messages": [USER], **rules, "skip_special_tokens": False, "return_token_ids": True})
+    (request,) = asked.requests
+    assert {name: getattr(request, name) for name in rules} == rules and request.skip_special_tokens is False
+    assert request.return_prompt_token_ids and asked.shows_ids and asked.scores_prompt
     assert read_chat({"messages": [USER], **neutral}).requests == read_chat({"messages": [USER]}).requests
-    for field, value in {"length_penalty": 2.0, "skip_special_tokens": False, "bad_words": ["x"]}.items():
+    for field, value in {"length_penalty": 2.0, "use_beam_search": True, "stop_regex": ["x"]}.items():
         with pytest.raises(InvalidRequest) as caught:
             read_chat({"messages": [USER], field: value})
         assert caught.value.field == field
@@ -251,7 +256,7 @@ def test_vllms_further_fields_do_what_they_say_or_are_named() -> None:
 
 def test_a_flag_of_others_says_nothing_when_it_is_off_and_is_refused_when_it_is_on() -> None:
     flags = {name for name, neutral in NEUTRAL.items() if any(type(value) is bool for value in neutral)}
-    on = {"skip_special_tokens", "spaces_between_special_tokens", "add_special_tokens", "stream_reasoning"}
+    on = {"spaces_between_special_tokens", "add_special_tokens", "stream_reasoning"}
     assert on < flags
     for name in on:
         read_chat({"messages": [USER], name: True})

@@ -64,9 +64,11 @@ def streamed(client: httpx2.Client, path: str, **body: Any) -> list[dict[str, An
         (CHAT, {"messages": PREFILL, "add_generation_prompt": False, "continue_final_message": True}, None),
         (CHAT, {"skip_special_tokens": True, "spaces_between_special_tokens": True}, None),
         (CHAT, {"messages": []}, "messages"),
-        (CHAT, {"prompt_logprobs": 1}, "prompt_logprobs"),
-        (CHAT, {"bad_words": ["x"]}, "bad_words"),
-        (CHAT, {"return_token_ids": True}, "return_token_ids"),
+        (CHAT, {"prompt_logprobs": 1, "return_token_ids": True, "skip_special_tokens": False}, None),
+        (CHAT, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        (CHAT, {"prompt_logprobs": -1}, "prompt_logprobs"),
+        (CHAT, {"bad_words": ["x"]}, None),
+        (CHAT, {"bad_words": [" "]}, "bad_words[0]"),
         (COMPLETIONS, {"prompt": [IDS, IDS], "n": 2, "logprobs": 0}, None),
         (COMPLETIONS, {"prompt": ["a", "b"], "echo": True, "logprobs": 1}, None),
         (COMPLETIONS, {"prompt": IDS, "echo": True, "max_tokens": 0, "logprobs": 5}, None),
@@ -76,10 +78,15 @@ def streamed(client: httpx2.Client, path: str, **body: Any) -> list[dict[str, An
         (COMPLETIONS, {"prompt": [[]]}, "prompt"),
         (COMPLETIONS, {"prompt": [-1]}, "prompt[0]"),
         (COMPLETIONS, {"prompt": "a", "suffix": None, "user": "me", "best_of": 1}, None),
-        (COMPLETIONS, {"prompt": "a", "truncate_prompt_tokens": 4}, "truncate_prompt_tokens"),
+        (COMPLETIONS, {"prompt": "a", "truncate_prompt_tokens": 4}, None),
+        (COMPLETIONS, {"prompt": "a", "truncate_prompt_tokens": -1}, None),
+        (COMPLETIONS, {"prompt": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        (COMPLETIONS, {"prompt": "a", "echo": True, "logprobs": 1, "prompt_logprobs": 2}, "prompt_logprobs"),
         (COMPLETIONS, {"prompt": "a", "use_beam_search": True}, "use_beam_search"),
         (COMPLETIONS, {"prompt": "a", "return_tokens_as_token_ids": True, "logprobs": 1}, None),
-        (COMPLETIONS, {"prompt": "a", "allowed_token_ids": [1]}, "allowed_token_ids"),
+        (COMPLETIONS, {"prompt": "a", "allowed_token_ids": [1]}, None),
+        (COMPLETIONS, {"prompt": "a", "allowed_token_ids": [999999]}, "allowed_token_ids[0]"),
+        (COMPLETIONS, {"prompt": "a", "allowed_token_ids": []}, "allowed_token_ids"),
         # llama.cpp
         (CHAT, {"response_format": {"type": "sound"}}, "response_format.type"),
         (CHAT, {"response_format": {"type": "json_object", "schema": 123}}, "response_format.schema"),
@@ -203,3 +210,26 @@ def test_both_names_of_thinking_come_back() -> None:
         body = {"messages": [*TURNS, {"role": "assistant", "content": "x", name: "hm"}, TURNS[1]]}
         (request,) = read_chat(body).requests
         assert request.messages is not None and request.messages[2].reasoning_content == "hm"
+
+
+def test_vllms_token_ids_and_log_probs_of_prompts_have_its_names(client: httpx2.Client) -> None:
+    ids = {"return_token_ids": True, "max_tokens": 3, "ignore_eos": True}
+    for path, prompt in ((CHAT, {"messages": TURNS}), (COMPLETIONS, {"prompt": "Hello world"})):
+        whole = asked(client, path, **prompt, **ids, prompt_logprobs=1)
+        (choice,) = whole["choices"]
+        about = choice if path == COMPLETIONS else whole  # a chat has one prompt
+        assert len(choice["token_ids"]) == 3 and len(about["prompt_token_ids"]) == whole["usage"]["prompt_tokens"]
+        first, *rest = about["prompt_logprobs"]
+        assert first is None and len(rest) == len(about["prompt_token_ids"]) - 1
+        for token_id, row in zip(about["prompt_token_ids"][1:], rest, strict=True):
+            entry = row[str(token_id)]
+            ranks = {value["rank"] for value in row.values()}
+            assert entry["logprob"] <= 0 and 1 in ranks and len(row) <= 2
+            assert entry["decoded_token"] == asked(client, "/detokenize", tokens=[token_id])["content"]
+        chunks = streamed(client, path, **prompt, **ids)
+        written = [token_id for chunk in chunks for each in chunk["choices"] for token_id in each.get("token_ids", [])]
+        told = [each["prompt_token_ids"] for chunk in chunks for each in chunk["choices"] if "prompt_token_ids" in each]
+        assert (written, told) == (choice["token_ids"], [about["prompt_token_ids"]])
+    several = asked(client, COMPLETIONS, prompt=["a", "b c"], **ids)
+    assert [len(each["prompt_token_ids"]) for each in several["choices"]] != [0, 0]
+    assert "token_ids" not in asked(client, COMPLETIONS, prompt="a", max_tokens=1)["choices"][0]
