@@ -472,6 +472,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         tools, chat_template_kwargs: as `generate` takes them; only with `messages`.
         add_special_tokens: put the start token in front of `prompt`, if the model wants one, as `generate` does;
             `messages` have those of their template.
+        return_text: report the text of the prompt too, as the chat template wrote it.
         model: as `generate` takes it.
     """
 
@@ -480,6 +481,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     tools: list[Tool] = []
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool = True
+    return_text: bool = False
     model: str | None = None
 
 
@@ -487,10 +489,15 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 PromptRequest = GenerateRequest | TokenizeRequest
 
 
-class TokenIds(msgspec.Struct, frozen=True, kw_only=True):
-    """A text's token ids."""
+class TokenIds(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A text's token ids.
+
+    Args:
+        text: the text itself, where asked for.
+    """
 
     token_ids: list[int]
+    text: str | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

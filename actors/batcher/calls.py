@@ -82,7 +82,8 @@ class TextCalls:
             if not from_.alive:
                 return None
             tokens = intake.token_ids(wanted.prompt or "", prompt, add_special_tokens=wanted.add_special_tokens)
-            return TokenIds(token_ids=tokens)
+            written = wanted.prompt if prompt is None else prompt.text
+            return TokenIds(token_ids=tokens, text=written if wanted.return_text else None)
 
         return ReadJob(begin, finish, intake.text_size(wanted))
 

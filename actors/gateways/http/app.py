@@ -36,6 +36,7 @@ from genbatch.actors.gateways.http.llama_cpp import (
     InfillFields,
     LlamaCompletionFields,
     LlamaCppGenerating,
+    LlamaCppRoutes,
     read_infill,
     read_llama_completion,
 )
@@ -492,6 +493,7 @@ def make_app(
     # At any other address whoever is let in need not be on this machine, though no token was asked for.
     others = security.http_insecure or security.allowed_hosts or security.allowed_origins
     service = ServiceRoutes(calls, has_operators=only_loopback and not others, new_fields=new_fields)
+    llama = LlamaCppRoutes(calls, new_fields)
     endpoints = [
         Endpoint(
             "/v1/chat/completions",
@@ -533,6 +535,8 @@ def make_app(
             "The text between a prefix and a suffix. llama.cpp's.",
             InfillFields,
         ),
+        Endpoint("/apply-template", llama.apply_template, "The prompt of a chat. llama.cpp's.", ChatFields),
+        Endpoint("/props", llama.props, "The length of the context and the number of slots. llama.cpp's."),
         Endpoint("/tokenize", service.to_tokens, "The token ids of a text or of messages.", TokenizeBody),
         Endpoint("/detokenize", service.to_text, "The text of token ids.", DetokenizeBody),
         Endpoint(

@@ -1,4 +1,4 @@
-"""/completion and /infill: the API of llama.cpp's server, which editors use for completions.
+"""/completion, /infill, /apply-template and /props: the API of llama.cpp's server, which editors use for completions.
 
     POST /completion {"prompt": "Once upon", "n_predict": 16}
     {"content": " a time", "stop": true, "stop_type": "limit", "tokens_predicted": 16, ...}
@@ -12,11 +12,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
 
 from genbatch.actors.gateways.http.bodies import (
+    JSON,
     HTTPRequest,
     LlamaSampling,
     build_request,
+    decode_json,
     describe,
     llama_names,
     llama_params,
@@ -24,10 +28,10 @@ from genbatch.actors.gateways.http.bodies import (
     to_json,
 )
 from genbatch.actors.gateways.http.fields import Fields
-from genbatch.actors.gateways.http.generating import Generating, HTTPAnswer
+from genbatch.actors.gateways.http.generating import Generating, HTTPAnswer, NewFields
 from genbatch.actors.gateways.http.openai_answer import HEARTBEAT, LOWEST, token_logprob
-from genbatch.actors.gateways.http.openai_request import read_prompts
-from genbatch.actors.gateways.http.service_calls import HTTPCaller, TokenTexts
+from genbatch.actors.gateways.http.openai_request import read_chat, read_prompts
+from genbatch.actors.gateways.http.service_calls import HTTPCaller, HTTPCalls, TokenTexts
 from genbatch.proto.errors import GenbatchError, InvalidRequest
 from genbatch.proto.messages import Result, Token, TokenLogprob, Usage
 
@@ -258,3 +262,37 @@ class LlamaCppGenerating(Generating):
 
     def _answer(self, request: HTTPRequest, model: str, caller: HTTPCaller) -> HTTPAnswer:
         return LlamaCppAnswer(request, model, self._calls.texts(model))
+
+
+class LlamaCppRoutes:
+    """The endpoints that tell about the model.
+
+    Args:
+        calls: who answers.
+        new_fields: how the fields of a body are read.
+    """
+
+    def __init__(self, calls: HTTPCalls, new_fields: NewFields) -> None:
+        self._calls = calls
+        self._new_fields = new_fields
+
+    async def apply_template(self, request: Request) -> Response:
+        """The prompt of a chat, of the same body as /v1/chat/completions."""
+        reader = self._new_fields()
+        asked = read_chat(decode_json(request.state.body), reader)
+        card = await self._calls.model(asked.model)
+        (chat,) = asked.requests
+        offered = chat.tools if chat.tool_choice != "none" else []
+        params = {"messages": chat.messages, "tools": offered, "chat_template_kwargs": chat.chat_template_kwargs}
+        if chat.continue_final_message:
+            raise InvalidRequest("continue_final_message", "is not supported here: the prompt begins a new message")
+        text = await self._calls.prompt_text({**params, "model": card.id}, request.state.caller)
+        return JSON({"prompt": text}, headers=reader.headers)
+
+    async def props(self, request: Request) -> Response:
+        """What a client asks first: the length of the context and the number of slots."""
+        card = await self._calls.known_model(request.query_params.get("model"), request.state.caller)
+        settings = {"n_ctx": card.n_ctx, "params": card.sampling}
+        modalities = {"vision": False, "audio": False}
+        answer = {"default_generation_settings": settings, "total_slots": card.n_parallel, "model_alias": card.id}
+        return JSON(answer | {"modalities": modalities, "build_info": "genbatch"})

@@ -144,6 +144,12 @@ class HTTPCalls:
         assert isinstance(answer, TokenIds)
         return answer.token_ids
 
+    async def prompt_text(self, params: dict[str, Any], caller: HTTPCaller) -> str:
+        """The prompt that the chat template writes for messages."""
+        answer = await self._call("tokenize", {**params, "return_text": True}, caller)
+        assert isinstance(answer, TokenIds) and answer.text is not None
+        return answer.text
+
     async def text(self, params: dict[str, Any], caller: HTTPCaller) -> str:
         """The text of token ids."""
         answer = await self._call("detokenize", params, caller)

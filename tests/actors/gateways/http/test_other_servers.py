@@ -233,3 +233,18 @@ def test_vllms_token_ids_and_log_probs_of_prompts_have_its_names(client: httpx2.
     several = asked(client, COMPLETIONS, prompt=["a", "b c"], **ids)
     assert [len(each["prompt_token_ids"]) for each in several["choices"]] != [0, 0]
     assert "token_ids" not in asked(client, COMPLETIONS, prompt="a", max_tokens=1)["choices"][0]
+
+
+def test_llama_cpps_apply_template_and_props_tell_about_the_model(client: httpx2.Client) -> None:
+    tool = {"type": "function", "function": {"name": "look_up"}}
+    for more in ({}, {"tools": [tool]}, {"tools": [tool], "tool_choice": "none"}):
+        prompt = asked(client, "/apply-template", messages=TURNS, **more)["prompt"]
+        assert prompt.endswith("<|start|>assistant\n") and TURNS[-1]["content"] in prompt
+        assert ("look_up" in prompt) is ("tools" in more and "tool_choice" not in more)
+        ids = asked(client, "/tokenize", content=prompt)["tokens"]
+        usage = asked(client, CHAT, messages=TURNS, max_tokens=1, **more)["usage"]
+        assert len(ids) == usage["prompt_tokens"]
+    refused = client.post("/apply-template", json={"messages": PREFILL, "continue_final_message": True})
+    assert refused.status_code == 400
+    props = client.get("/props").json()
+    assert props["default_generation_settings"]["n_ctx"] > 0 and props["total_slots"] > 0
