@@ -199,6 +199,12 @@ class StartGateway(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
     model_bytes: int = 0
 
 
+class AddModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="add_model"):
+    """Serve one more model, which is loaded on demand; its engine's index is the number of the engines before it."""
+
+    model: ManagedModel
+
+
 class Join(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="join"):
     """Connect to the engine through the socket that comes with this message; it replaces the socket before.
 
@@ -313,7 +319,9 @@ class EngineStopped(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     reason: str
 
 
-ToChild = StartEngine | PrepareEngine | Listening | StartGateway | Join | EngineStopped | DrainAndStop | StopNow
+ToChild = (
+    StartEngine | PrepareEngine | Listening | StartGateway | AddModel | Join | EngineStopped | DrainAndStop | StopNow
+)
 FromChild = Loading | NotStarted | EngineReady | ServingChanged | GatewayReady | Unjoined | Hung | SwitchEngine
 
 

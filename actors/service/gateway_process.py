@@ -18,6 +18,7 @@ import trio
 
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.engine.child_process import (
+    AddModel,
     ControlChannel,
     DrainAndStop,
     EngineStopped,
@@ -25,6 +26,7 @@ from genbatch.actors.engine.child_process import (
     Hung,
     Join,
     Listening,
+    ManagedModel,
     StartGateway,
     SwitchEngine,
     decode_options,
@@ -351,6 +353,7 @@ class LinkedGateways:
         models = () if start is None else start.models
         on_demand = () if start is None else start.on_demand
         own = {model.name: decode_options(model.batcher_options, BatcherOptions) for model in on_demand}
+        self._on_hung = on_hung
         self.links = [
             RemoteBatcher(own.get(name, batcher), partial(_tell_hung, on_hung, place))
             for place, name in enumerate(models or ("",))
@@ -390,6 +393,17 @@ class LinkedGateways:
     def addresses(self) -> tuple[str, ...]:
         """The addresses for clients, once the supervisor has started."""
         return self.listeners.addresses
+
+    def add(self, model: ManagedModel) -> Supervisor:
+        """Serve one more model on demand; its link runs under the supervisor that is returned."""
+        assert self.keeper is not None and isinstance(self.batcher, ServedModels) and model.engine == len(self.links)
+        options = decode_options(model.batcher_options, BatcherOptions)
+        link = RemoteBatcher(options, partial(_tell_hung, self._on_hung, model.engine))
+        self.links.append(link)
+        self.keeper.add(model, options, link)
+        self.batcher.add(model.name, link)
+        spec = ChildSpec(f"link_{model.engine}", lambda: link.run)
+        return Supervisor([spec], name=f"gateways.{model.name}", telemetry=self.telemetry)
 
     async def join(self, join: Join, hand_over: socket.socket) -> None:
         """Take the end of a new link to an engine."""
@@ -453,6 +467,9 @@ class GatewayProcess:
                     case Join() as join:
                         await self._made.wait()
                         await self._gateways.join(join, self._channel.take_socket())
+                    case AddModel(model):
+                        await self._made.wait()
+                        await self._nursery.start(self._gateways.add(model).run)
                     case EngineStopped(engine, reason):
                         await self._made.wait()
                         if self._gateways.keeper is not None:

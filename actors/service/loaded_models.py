@@ -149,6 +149,11 @@ class LoadedModels:
         self._budget = budget
         self._refused: list[Ticket] = []
 
+    def add(self, model: OnDemandModel) -> None:
+        """Serve one more model."""
+        assert model.name not in self.models
+        self.models[model.name] = model
+
     # Requests
 
     def enter(self, name: str, n: int, now: float) -> Ticket:

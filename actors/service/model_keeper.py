@@ -44,22 +44,29 @@ class ModelKeeper:
         engines: Mapping[str, Callee],
         switch: Callable[[SwitchEngine], None],
     ) -> None:
-        self.adapters = {model.name: model.adapters for model in managed}
-        self.default_wait_s = {model.name: options[model.name].default_deadline_s or None for model in managed}
-        models = [
-            OnDemandModel(model.name, model.num_bytes, model.keep_alive, _max_waiting(options[model.name]))
-            for model in managed
-        ]
-        self._models = LoadedModels(models, budget)
-        self._places = {model.name: model.engine for model in managed}
-        self._names = {model.engine: model.name for model in managed}
-        self._engines = engines
+        self.adapters: dict[str, tuple[str, ...]] = {}
+        self.default_wait_s: dict[str, float | None] = {}
+        self._models = LoadedModels((), budget)
+        self._places: dict[str, int] = {}
+        self._names: dict[int, str] = {}
+        self._engines: dict[str, Callee] = {}
         self._switch = switch
         self._changed = trio.Event()
         self._settled: dict[Ticket, trio.Event] = {}
+        for model in managed:
+            self.add(model, options[model.name], engines[model.name])
 
     def __contains__(self, name: str) -> bool:
         return name in self._models.models
+
+    def add(self, model: ManagedModel, options: BatcherOptions, engine: Callee) -> None:
+        """Serve one more model through this link."""
+        max_waiting = options.admission(REMOTE).max_queue + options.n_parallel
+        self._models.add(OnDemandModel(model.name, model.num_bytes, model.keep_alive, max_waiting))
+        self.adapters[model.name] = model.adapters
+        self.default_wait_s[model.name] = options.default_deadline_s or None
+        self._places[model.name], self._names[model.engine] = model.engine, model.name
+        self._engines[model.name] = engine
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Load and unload models until cancelled."""
@@ -179,7 +186,3 @@ class ModelKeeper:
             "model_bytes": model.num_bytes,
             "unload_in_s": None if model.phase is not Residence.LOADED or model.keep_alive < 0 else max(0.0, left_s),
         }
-
-
-def _max_waiting(options: BatcherOptions) -> int:
-    return options.admission(REMOTE).max_queue + options.n_parallel

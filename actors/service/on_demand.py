@@ -4,7 +4,7 @@ A gateway decides when a model is loaded and unloaded (loaded_models.py), and se
 """
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.engine.child_process import EngineStopped, ManagedModel, SwitchEngine, encode_options
 from genbatch.actors.runtime.supervisor import Task
 from genbatch.nif.engine_options import EngineOptions
+from genbatch.nif.errors import OptionError
 from genbatch.nif.free_memory import free_host_memory
 from genbatch.nif.models.model_names import written_path
 
@@ -114,3 +115,40 @@ def on_demand_in(directory: Path) -> dict[str, str]:
         elif entry.is_dir() and len(files := list(entry.glob("*.gguf"))) == 1:
             found[entry.name] = str(files[0])
     return found
+
+
+# Seconds between two looks into a directory of models.
+WATCH_S = 2.0
+
+
+async def watch_models(
+    find_models: Callable[[], list[ModelOnDemand]],
+    names: Iterable[str],
+    add: Callable[[ModelOnDemand], Awaitable[None]],
+) -> None:
+    """Add each model that appears, until cancelled.
+
+    A model is added once two looks have found its files with the same size: a file that is still being copied grows.
+
+    Args:
+        find_models: returns the models that there are now.
+        names: the names of the models that are served already.
+        add: serves one more model.
+    """
+    known = set(names)
+    sizes: dict[str, int] = {}
+    while True:
+        await trio.sleep(WATCH_S)
+        try:
+            found = await trio.to_thread.run_sync(find_models)
+            measured = {model.engine.served_model_name: file_bytes(model.engine.model_path) for model in found}
+        except (OSError, OptionError) as error:
+            logger.debug("the models are not read again: %s", error)
+            continue
+        for model in found:
+            name = model.engine.served_model_name
+            if name not in known and sizes.get(name) == measured[name]:
+                known.add(name)
+                logger.info("the model %s has appeared", name)
+                await add(model)
+        sizes = measured

@@ -25,6 +25,7 @@ import trio
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.engine.child_process import (
     EXIT_S,
+    AddModel,
     ChildProcess,
     DrainAndStop,
     EngineReady,
@@ -34,6 +35,7 @@ from genbatch.actors.engine.child_process import (
     Join,
     Listening,
     Loading,
+    ManagedModel,
     NotStarted,
     PrepareEngine,
     ProcessDied,
@@ -52,7 +54,7 @@ from genbatch.actors.runtime.errors import StartFailed
 from genbatch.actors.runtime.supervisor import ChildSpec, Intensity, Restart, Supervisor, Task, background
 from genbatch.actors.runtime.telemetry import Telemetry
 from genbatch.actors.service.gateway_process import check_start
-from genbatch.actors.service.on_demand import EngineOnDemand, ModelOnDemand, model_bytes
+from genbatch.actors.service.on_demand import EngineOnDemand, ModelOnDemand, model_bytes, watch_models
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.served_models import BY_MODEL, unknown_card
 from genbatch.nif.engine_options import EngineOptions
@@ -289,7 +291,7 @@ class GatewayRunner:
     def __init__(
         self,
         start: StartGateway,
-        joints: Sequence[Joint],
+        joints: list[Joint],
         kill_engine: Callable[[str, int], None],
         sockets: ListeningSockets | None = None,
         switch_engine: Callable[[SwitchEngine], None] | None = None,
@@ -301,6 +303,7 @@ class GatewayRunner:
         self._joints = joints
         self._kill_engine = kill_engine
         self._child: ChildProcess | None = None
+        self._has_start = False  # whether the running process has the start message
         self._is_stopping = False
         self._stopped = trio.Event()
 
@@ -321,10 +324,19 @@ class GatewayRunner:
         if await self._child.stop(DrainAndStop(timeout_s, retires)):
             await self._stopped.wait()
 
-    async def tell(self, message: EngineStopped) -> None:
+    async def tell(self, message: EngineStopped | AddModel) -> None:
         """Tell the running gateway, if there is one."""
         if self._child is not None:
             await self._child.stop(message)
+
+    async def add(self, model: ManagedModel, joint: Joint) -> None:
+        """Serve one more model on demand, in the running gateway and in later ones."""
+        names, managed = (*self._start.models, model.name), (*self._start.on_demand, model)
+        self._start = msgspec.structs.replace(self._start, models=names, on_demand=managed)
+        self._joints.append(joint)
+        if self._child is not None and self._has_start:
+            await self.tell(AddModel(model))
+            await joint.gateway_is_ready(self._child.channel)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Start a process and run until it ends; `started` is called when the gateway listens.
@@ -358,7 +370,7 @@ class GatewayRunner:
         finally:
             for joint in self._joints:
                 joint.gateway_is_gone(child.channel)
-            self._child = None
+            self._child, self._has_start = None, False
             self._stopped.set()
             with trio.CancelScope(shield=True):
                 if grace_s:
@@ -369,7 +381,11 @@ class GatewayRunner:
         """Start the process; join it to the running engines before it listens."""
         for door, listening in self._sockets or ():
             await child.channel.send(Listening(door), listening.dup())
-        await child.channel.send(self._start)
+        start = self._start
+        await child.channel.send(start)
+        self._has_start = True
+        for model in self._start.on_demand[len(start.on_demand) :]:  # added meanwhile
+            await child.channel.send(AddModel(model))
         for joint in self._joints:
             await joint.gateway_is_ready(child.channel)
 
@@ -396,10 +412,10 @@ class ServiceProcesses:
 
     Args:
         engines: one per model, in the order of their names.
-        on_demand: the names of the models that are loaded on demand; theirs are the last engines.
+        on_demand: the names of the models that were loaded on demand at the start; theirs are the last engines.
     """
 
-    engines: tuple[EngineRunner, ...]
+    engines: list[EngineRunner]
     gateway: GatewayRunner
     telemetry: Telemetry
     on_demand: tuple[str, ...] = ()
@@ -441,6 +457,7 @@ async def open_processes(
     progress: Callable[[str, int, int], None] | None = None,
     of_fleet: bool = False,
     sockets: ListeningSockets | None = None,
+    find_models: Callable[[], list[ModelOnDemand]] | None = None,
 ) -> AsyncIterator[ServiceProcesses]:
     """Start all processes and keep them running for as long as the body runs.
 
@@ -451,6 +468,8 @@ async def open_processes(
         of_fleet: whether this service is a replica, called by the gateways of a fleet; see Dispatcher.
         progress: called as progress(stage, done, total) while the model loads.
         sockets: see GatewayRunner.
+        find_models: returns the models on demand that there are now; it is called again and again, and those with a new
+            name are served too.
 
     Raises:
         AddressError, KeyFileError, ModelError, OptionError, SchedulerError: before any request is taken.
@@ -469,15 +488,17 @@ async def open_processes(
     joints = [Joint(place) for place in range(len(wanted))]
     spare = SpareEngine() if options.spare_engine else None
     new_process = new_engine if spare is None else spare.take
-    engines = tuple(
-        EngineRunner(StartEngine(encode_options(one), encode_options(batcher)), joint, progress or _ignore, new_process)
-        for one, batcher, joint in zip(each, batchers, joints, strict=True)
-    )
+
+    def runner(engine: EngineOptions, batcher: BatcherOptions, joint: Joint) -> EngineRunner:
+        start = StartEngine(encode_options(engine), encode_options(batcher))
+        return EngineRunner(start, joint, progress or _ignore, new_process)
+
+    engines = [runner(*one) for one in zip(each, batchers, joints, strict=True)]
     managed = tuple(one.managed(num_kept + index) for index, one in enumerate(on_demand))
     budget = model_bytes(options.model_memory, each[0].max_memory_percent) if managed else 0
     gateway = GatewayRunner(
         StartGateway(encode_options(options), encode_options(batcher_options), of_fleet, names, managed, budget),
-        joints,
+        list(joints),
         lambda reason, place: engines[place].kill(reason),
         sockets,
         lambda message: switches[message.engine].switch(message),
@@ -495,6 +516,17 @@ async def open_processes(
             nursery.start_soon(switch.run)
         if spare is not None:
             nursery.start_soon(spare.run)
+
+        async def add(model: ModelOnDemand) -> None:
+            joint = Joint(len(engines))
+            managed = model.managed(len(engines))
+            engines.append(runner(model.engine, model.batcher, joint))
+            switch = switches[managed.engine] = EngineOnDemand(managed.engine, engines[-1].run, gateway.tell)
+            nursery.start_soon(switch.run)
+            await gateway.add(managed, joint)
+
+        if find_models is not None:
+            nursery.start_soon(watch_models, find_models, names, add)
         yield ServiceProcesses(engines, gateway, telemetry, names[num_kept:])
 
 

@@ -57,6 +57,10 @@ class ServedModels:
         self._engines = dict(engines)
         self._keeper = keeper
 
+    def add(self, name: str, engine: Callee) -> None:
+        """Serve one more model."""
+        self._engines[name] = engine
+
     async def call(self, request: object, *, timeout: float | None = 5.0, control: bool = False) -> Any:
         """Answer a call as a Batcher's ref does.
 

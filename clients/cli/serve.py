@@ -206,6 +206,9 @@ def serve(
             engines += models_on_demand(written_path(options.models), engine, batcher, options.keep_alive)
         if len(engines) > 1 or options.models is not None:
             _check_several(engine, options, fleet, [name_of(one) for one in engines])
+        find_models: Callable[[], list[ModelOnDemand]] | None = None
+        if options.models is not None and (folder := written_path(options.models)).is_dir():
+            find_models = partial(models_on_demand, folder, engine, batcher, options.keep_alive)
         engine = engines[0].engine if isinstance(engines[0], ModelOnDemand) else engines[0]
         if engine.tensor_parallel > 1 and is_torchrun():
             if rank := torchrun_rank(engine):
@@ -213,7 +216,7 @@ def serve(
                 return
             # torchrun starts all ranks anew, or none.
             options = replace(options, max_restarts=0)
-        opening = partial(_open_service, engines, batcher, options)
+        opening = partial(_open_service, engines, batcher, options, find_models)
         if fleet.is_wanted:
             opening = partial(_open_fleet, engine, batcher, options, fleet)
         async with _listening(options) as (sockets, predecessor):
@@ -400,6 +403,7 @@ async def _open_service(
     engines: Sequence[EngineOptions | ModelOnDemand],
     batcher: BatcherOptions,
     options: ServiceOptions,
+    find_models: Callable[[], list[ModelOnDemand]] | None,
     sockets: ListeningSockets,
 ) -> AsyncIterator[Running]:
     async with AsyncExitStack() as stack:
@@ -409,7 +413,7 @@ async def _open_service(
 
                 bars("start", 0, 0)  # over there
                 opening: AbstractAsyncContextManager[Running] = open_processes(
-                    engines, batcher, options, progress=bars, sockets=sockets
+                    engines, batcher, options, progress=bars, sockets=sockets, find_models=find_models
                 )
             else:
                 [engine] = engines

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +17,10 @@ from genbatch.actors.gateways.http import generating
 from genbatch.actors.observing.metrics import render
 from genbatch.actors.runtime.actor import ActorRef
 from genbatch.actors.service.model_keeper import ModelKeeper
-from genbatch.actors.service.on_demand import EngineOnDemand
+from genbatch.actors.service.on_demand import WATCH_S, EngineOnDemand, ModelOnDemand, on_demand_in, watch_models
 from genbatch.actors.service.served_models import ServedModels
+from genbatch.nif.engine_options import EngineOptions
+from genbatch.nif.errors import OptionError
 from genbatch.proto.errors import DeadlineExceeded, GenbatchError, QueueFull, Unavailable
 from genbatch.proto.messages import (
     DrainRequest,
@@ -354,3 +357,34 @@ async def test_a_stream_waits_for_its_model_with_heartbeats_and_so_many_may_wait
                 else:
                     assert b"no marks for filling in" in await received_until(client, b"}\n\n")
         nursery.cancel_scope.cancel()
+
+
+async def test_models_are_added_once_their_files_no_longer_grow(
+    autojump_clock: trio.testing.MockClock, nursery: trio.Nursery, tmp_path: Path
+) -> None:
+    def find() -> list[ModelOnDemand]:
+        if (tmp_path / "unreadable").exists():
+            raise OptionError("models", "cannot be read")
+        return [
+            ModelOnDemand(EngineOptions(model_path=path, served_model_name=name), BatcherOptions(), 1.0)
+            for name, path in on_demand_in(tmp_path).items()
+        ]
+
+    added: list[str] = []
+
+    async def add(model: ModelOnDemand) -> None:
+        added.append(model.engine.served_model_name)
+
+    (tmp_path / "a.gguf").write_bytes(b"1")
+    nursery.start_soon(watch_models, find, ["a"], add)
+    await trio.sleep(3 * WATCH_S)
+    for size in range(3):
+        (tmp_path / "b.gguf").write_bytes(bytes(1 + size))
+        await trio.sleep(WATCH_S)
+        assert added == []
+    (tmp_path / "unreadable").touch()
+    await trio.sleep(3 * WATCH_S)
+    assert added == []
+    (tmp_path / "unreadable").unlink()
+    await trio.sleep(3 * WATCH_S)
+    assert added == ["b"]

@@ -129,3 +129,27 @@ async def stop_during_a_load(service: RunningService, client: ZeroMQClient) -> N
     assert failures[0].retry_after_ms
     await trio.to_thread.run_sync(service.process.wait)
     assert service.process.returncode == 0
+
+
+async def test_a_model_that_appears_in_the_directory_is_served_too(
+    tiny_model_dir: Callable[[str], Path], oracle: Callable[[str], Any], tmp_path: Path
+) -> None:
+    models = tmp_path / "models"
+    models.mkdir()
+    (models / "early").symlink_to(tiny_model_dir("llama"))
+    with RunningService(None, tmp_path, "--models", str(models), "--stall-s", "60") as service:
+        async with ZeroMQClient(service.address, timeout=TIMEOUT_S) as client:
+            assert [card.id for card in await client.models()] == ["early"]
+            (models / "late").symlink_to(tiny_model_dir("llama"))
+            while [card.id for card in await client.models()] != ["early", "late"]:
+                await a_moment()
+            os.kill(service.gateway or 0, signal.SIGKILL)  # the next gateway knows it too
+            service.wait_for("supervisor.restart")
+            expected = oracle("llama").generate([5, 6, 7], 8)
+            assert (await client.generate([5, 6, 7], max_tokens=8, model="late")).token_ids == expected
+            (models / "last").symlink_to(tiny_model_dir("llama"))
+            while "last" not in [card.id for card in await client.models()]:
+                await a_moment()
+            assert (await client.generate([5, 6, 7], max_tokens=8, model="last")).token_ids == expected
+            stats = (await client.stats())["by_model"]
+            assert {name: stats[name]["loads"] for name in stats} == {"early": 0, "late": 1, "last": 1}
