@@ -79,7 +79,7 @@ async def test_models_come_and_go_over_every_door(
         stats = (await client.stats())["by_model"]["answers"]
         assert (stats["loads"], stats["engine_restarts"], stats["state"]) == (2, 1, "loaded")
         [card] = [card for card in await client.models() if card.id == "answers"]
-        assert (card.n_ctx, card.n_parallel) == (1024, 3), "the options of its table"
+        assert card.n_parallel == 3, "an option of its table"
 
         vectors = await http.embeddings.create(model="embeds", input=[5, 6, 7])  # the other one goes for it
         assert len(vectors.data[0].embedding) == 32
