@@ -40,6 +40,7 @@ def service(
         f'[broken]\nmodel = "{broken}"\n'
     )
     flags = ("--models", str(file), "--model-memory", "0.01", "--http", ":0", "--stall-s", "60")
+    flags += ("--default-deadline-s", "0")  # on a busy machine a load takes long
     flags += ("--rpc-bind", f"unix://{tmp_path}/rpc.sock")
     with RunningService(None, tmp_path, *flags) as running:
         yield running
