@@ -267,6 +267,7 @@ class _Directory:
     def __init__(self, source: str, directory: Path) -> None:
         self._source = source
         self.directory = directory
+        _refuse_pipes(source, directory)
         check_counts(source, "config.json", read_object(source, directory / "config.json"))
         try:
             # guard: no code of a model
@@ -525,12 +526,20 @@ _SAME_AS = {"qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe"}
 _OF_PICTURES = ("mrope_section", "mrope_interleaved")  # text has one position in all three directions
 
 
+def _refuse_pipes(source: str, directory: Path) -> None:
+    """Refuse a pipe or a device in the place of a file: opening or reading it may take for ever."""
+    for path in (*directory.glob("*"), *directory.glob("*/*.json")):
+        # guard: pipes in the place of files
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ModelError(source, f"{path.relative_to(directory)} is neither a file nor a folder")
+
+
 def _check_text_config(source: str, config: PreTrainedConfig) -> None:
     """Refuse a configuration with a text model's fields where its kind of model has no text model."""
     try:
         parts = [config.get_text_config(), config.get_text_config(decoder=True)]
     except Exception as fault:
-        raise ModelError(source, f"config.json has no text model that can be told: {one_line(fault)}") from fault
+        raise ModelError(source, f"config.json does not name one text model: {one_line(fault)}") from fault
     # guard: a text model's configuration
     if not all(isinstance(part, PreTrainedConfig) for part in parts):
         raise ModelError(source, f"config.json has a text_config, and models of the kind {config.model_type} have none")

@@ -120,4 +120,10 @@ FILE_GUARDS = (
         (FILES + "test_a_text_config_where_its_kind_of_model_has_none_is_refused",),
         "a configuration ends the load with an AttributeError",
     ),
+    Mutation(
+        "pipes in the place of files",
+        never,
+        (FILES + "test_a_pipe_or_a_device_in_the_place_of_a_file_is_refused",),
+        "the load of a model waits for ever",
+    ),
 )

@@ -285,6 +285,7 @@ async def test_a_service_with_a_fifth_of_a_core_answers_and_nothing_is_restarted
                 async with client.stream([5, 6, 8], max_tokens=60, ignore_eos=True) as stream:
                     assert [token.token_id async for token in stream] == known
                 assert (await client.health()).status == "ready"
+                await trio.sleep(1.0)  # the gateway looks twice for a sign of life
             nursery.cancel_scope.cancel()
         assert (service.engine, service.gateway) == before
         assert (await client.stats())["engine_restarts"] == restarts

@@ -1,6 +1,7 @@
 """What a model's files are checked for before anything is built: each fault is a ModelError that names its place."""
 
 import json
+import os
 import shutil
 import struct
 from collections.abc import Callable
@@ -140,6 +141,18 @@ def test_an_epsilon_that_is_infinite_is_refused_in_a_gguf_file(tmp_path: Path) -
     at = good.index(struct.pack("<f", 1e-5))
     (tmp_path / "bad.gguf").write_bytes(good[:at] + struct.pack("<f", float("inf")) + good[at + 4 :])
     assert "rms_norm_eps is inf" in refusal(tmp_path / "bad.gguf")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "1_Pooling/config.json"])
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_pipe_or_a_device_in_the_place_of_a_file_is_refused(copy: Path, name: str, kind: str) -> None:
+    (copy / "1_Pooling").mkdir()
+    (copy / name).unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(copy / name)
+    else:
+        (copy / name).symlink_to("/dev/zero")
+    assert all(f"{name} is neither a file nor a folder" in reason for reason in refusal(copy).splitlines())
 
 
 def test_a_text_config_where_its_kind_of_model_has_none_is_refused(copy: Path) -> None:
