@@ -222,7 +222,7 @@ gpu-dry: $(GPU_VENV)/.done
 .PHONY: gpu-compile
 gpu-compile: $(VENV)/.test $(GPU_VENV)/.done
 	$(BIN)/python -m tests.nif.kernels.compile_kernels
-	PYTHONPATH=.ns $(GPU_VENV)/bin/python -m tests.nif.kernels.compile_kernels --capabilities 90
+	PYTHONPATH=.ns $(GPU_VENV)/bin/python -m tests.nif.kernels.compile_kernels
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

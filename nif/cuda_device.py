@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 
 from genbatch.nif.errors import OptionError
@@ -26,6 +27,14 @@ def choose_device(n_gpu_layers: int, main_gpu: int) -> torch.device:
     return torch.device("cuda", main_gpu)
 
 
+def memory_of(device: torch.device) -> int:
+    """Return the bytes of a GPU's memory; 0 for a CPU."""
+    if device.type != "cuda":
+        return 0
+    total: int = torch.cuda.get_device_properties(device).total_memory
+    return total
+
+
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Makes `device` the calling thread's current one while it is open; nothing on a CPU.
 
@@ -33,6 +42,14 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     thread has a current device of its own, which is device 0 at first.
     """
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def sent(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Return the array's content on the device. The host does not wait: a GPU reads it from pinned memory."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cpu":
+        return tensor
+    return torch.empty(array.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor).to(device, non_blocking=True)
 
 
 def runs_on_device(method: F) -> F:

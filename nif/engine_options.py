@@ -5,7 +5,7 @@ GraphOptions, a part of them, sets how decode steps are captured as CUDA graphs,
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from genbatch.nif.errors import OptionError
 
@@ -16,6 +16,13 @@ GPU_ONLY = ("fp8",)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
 POOLING = ("", "last", "mean", "cls", "rank")
+
+
+class CpuDefault(int):
+    """The default of an option on a CPU. A GPU has another one, and replaces this value only.
+
+    `on_device` of the options leaves plain numbers.
+    """
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -119,7 +126,7 @@ class EngineOptions:
         max_cached_graphs: most graphs to keep. With fewer graphs than sizes, steps are padded further. If lengths are
             padded, too, the least recently used graph is dropped.
         n_ctx: positions in the KV pool, for all sequences together; 0 takes as many as fit into `max_memory_percent` of
-            the free memory.
+            the free memory, as a GPU does if nothing is given.
         num_blocks: blocks of the KV pool, in place of `n_ctx`.
         max_tokens_in_cache: an upper bound on the positions in the KV pool (TensorRT-LLM's maxTokens).
         max_memory_percent: the fraction of the free memory that the pool and a step may take, after the model is
@@ -153,7 +160,7 @@ class EngineOptions:
     q_padding_interval_size: int = 0
     kv_padding_interval_size: int = 0
     max_cached_graphs: int = 64
-    n_ctx: int | None = 8192
+    n_ctx: int | None = CpuDefault(8192)
     num_blocks: int | None = None
     max_tokens_in_cache: int | None = None
     max_memory_percent: float = 0.9
@@ -193,6 +200,12 @@ class EngineOptions:
             if not all(source.partition("=")):
                 raise OptionError("lora", f"{source!r} is not NAME=DIR")
         self.graphs(1)
+
+    def on_device(self, kind: str) -> "EngineOptions":
+        """Return the options with the defaults of a kind of device: "cpu" or "cuda"."""
+        if not isinstance(self.n_ctx, CpuDefault):
+            return self
+        return replace(self, n_ctx=0 if kind == "cuda" else int(self.n_ctx))
 
     @property
     def positions(self) -> int | None:

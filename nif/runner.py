@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -306,8 +306,27 @@ class StateRunner(Protocol):
         ...
 
 
+class Redrawn(Protocol):
+    """Draws that follow a launched step's own draws."""
+
+    def results(self) -> list[Any]:
+        """Return a `Sampled` or a `SampleFault` for each row, once `Launched.wait` has returned."""
+        ...
+
+
 class Launched(Protocol):
     """A decode step that the device has been told to make."""
+
+    def redraw(self, rows: Sequence[int], states: Sequence[Any], positions: Sequence[int]) -> Redrawn:
+        """Draw these rows' tokens again, with the edits of their samplers; the next step's input are the new tokens.
+
+        Call this before the next step is launched, and before `wait`.
+
+        Args:
+            states: the rows' SamplerStates.
+            positions: the rows' draw counters.
+        """
+        ...
 
     def wait(self) -> list[int | None]:
         """The token drawn in each row, None where the row's logits are not finite; to be called once.

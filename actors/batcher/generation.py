@@ -320,8 +320,8 @@ class Generation(Sequence):
 
     @property
     def runs_ahead(self) -> bool:
-        # A constraint's next mask may still be in work. Kept logits are read after every step.
-        return self.sampler.constraint is None and not self.request.keep.generation
+        # Another thread makes a slow mask, see `Grammars`. Kept logits are read after every step.
+        return not self.sampler.is_slow and not self.request.keep.generation
 
     def conclude(self, reason: FinishReason) -> bool:
         self.request.choices |= self.choices(reason)

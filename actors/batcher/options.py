@@ -13,6 +13,7 @@ from genbatch.actors.scheduling.scheduler import (
     SchedulerOptions,
     SchedulerPolicy,
 )
+from genbatch.nif.engine_options import CpuDefault
 from genbatch.nif.errors import OptionError
 from genbatch.proto.errors import DeadlineExceeded, InvalidRequest, QueueFull
 from genbatch.proto.validation import RequestLimits
@@ -135,6 +136,10 @@ class Admission:
 BATCH_TIMEOUT_MS, BATCH_QUIET_MS = 20.0, 2.0
 # The default of target_inter_token_latency_ms.
 CPU_TARGET_MS, GPU_TARGET_MS = 12.0, 20.0
+# A GPU's defaults of n_parallel and max_batch_tokens. Its weights are read once for all rows of a step.
+GPU_SLOTS_PER_GIB, MOST_GPU_SLOTS = 4, 256
+# A step keeps room for the logits of all of its tokens: 0.6 MB each with a vocabulary of 152,000.
+GPU_STEP_TOKENS_PER_GIB, MOST_GPU_STEP_TOKENS = 64, 4096
 
 # Sequences that may wait for each slot, and the whole queue for in-process requests.
 QUEUE_PER_SLOT = 4
@@ -151,14 +156,15 @@ class BatcherOptions:
     """How the Batcher accumulates, admits and plans.
 
     Args:
-        n_parallel: sequences decoded at once.
+        n_parallel: sequences decoded at once. A GPU takes about 4 a GiB of its memory, up to 256, if nothing is given.
         batch_size: pending sequences that end the accumulation at once; 0 means n_parallel.
         batch_timeout: milliseconds an idle Batcher waits for more requests before it starts. If not given: 20 at most,
             and no longer than `batch_quiet` says.
         batch_quiet: milliseconds without another request after which an idle Batcher waits no longer, or a tenth of the
             time that its first step takes, if that is less; 0: it waits for all of batch_timeout. If not given: 2, or 0
             where batch_timeout or batch_size is given.
-        max_batch_tokens: most tokens, decodes and prefill chunks together, in one forward.
+        max_batch_tokens: most tokens, decodes and prefill chunks together, in one forward. A GPU takes about 64 a GiB
+            of its memory, from 512 to 4096, if nothing is given.
         target_inter_token_latency_ms: milliseconds that a step may take while somebody decodes; prompts are evaluated
             in chunks that fit. A step may always take 2.25 times as long as one in which all sequences decode, so it
             can take longer. 0: chunks are as large as max_batch_tokens. If not given: 12 on a CPU, 20 on a GPU.
@@ -209,11 +215,11 @@ class BatcherOptions:
         OptionError: another one is.
     """
 
-    n_parallel: int = 8
+    n_parallel: int = CpuDefault(8)
     batch_size: int = 0
     batch_timeout: float | None = None
     batch_quiet: float | None = None
-    max_batch_tokens: int = 512
+    max_batch_tokens: int = CpuDefault(512)
     target_inter_token_latency_ms: float | None = None
     max_queue: int | None = None
     max_client_queue_share: float = 0.5
@@ -274,11 +280,21 @@ class BatcherOptions:
         )
         object.__setattr__(self, "scheduling", scheduling)
 
-    def on_device(self, kind: str) -> "BatcherOptions":
-        """Return the options with the defaults of a kind of device: "cpu" or "cuda"."""
-        if self.target_inter_token_latency_ms is not None:
-            return self
-        return replace(self, target_inter_token_latency_ms=GPU_TARGET_MS if kind == "cuda" else CPU_TARGET_MS)
+    def on_device(self, gpu_memory: int) -> "BatcherOptions":
+        """Return the options with the defaults of a device.
+
+        Args:
+            gpu_memory: bytes of the GPU's memory; 0 for a CPU.
+        """
+        slots, tokens, target_ms = int(self.n_parallel), int(self.max_batch_tokens), self.target_inter_token_latency_ms
+        gib = gpu_memory / 2**30
+        if gpu_memory and isinstance(self.n_parallel, CpuDefault):
+            slots = _power_of_two(GPU_SLOTS_PER_GIB * gib, slots, MOST_GPU_SLOTS)
+        if gpu_memory and isinstance(self.max_batch_tokens, CpuDefault):
+            tokens = _power_of_two(GPU_STEP_TOKENS_PER_GIB * gib, tokens, MOST_GPU_STEP_TOKENS)
+        if target_ms is None:
+            target_ms = GPU_TARGET_MS if gpu_memory else CPU_TARGET_MS
+        return replace(self, n_parallel=slots, max_batch_tokens=tokens, target_inter_token_latency_ms=target_ms)
 
     @property
     def plans_repeat(self) -> bool:
@@ -313,3 +329,8 @@ class BatcherOptions:
             max_client_open=self.max_client_open,
             in_turn=self.fair_share,
         )
+
+
+def _power_of_two(value: float, least: int, most: int) -> int:
+    """Return the largest power of two up to `value`, but at least `least` and at most `most`."""
+    return max(least, min(most, 1 << max(0, int(value).bit_length() - 1)))

@@ -32,6 +32,7 @@ from genbatch.actors.runtime.worker import Worker
 from genbatch.actors.scheduling.request import FairShare
 from genbatch.nif.context import Context
 from genbatch.nif.context.engine import Engine
+from genbatch.nif.cuda_device import memory_of
 from genbatch.nif.errors import OptionError, OutOfBlocks
 from genbatch.nif.step_costs import StepWork
 from genbatch.nif.step_time import StepTimeModel
@@ -49,6 +50,7 @@ TIMED_STEPS = 3
 
 def context_factory(engine: Engine, options: BatcherOptions) -> Callable[[], Context]:
     """Return a function that opens a context over the loaded model; it runs at each start and restart of a Batcher."""
+    options = options.on_device(memory_of(engine.model.device))
     return partial(
         engine.open_context,
         n_parallel=options.n_parallel,
@@ -109,7 +111,7 @@ class BatcherParts(GenServer):
 
     async def _open(self) -> None:
         self.ctx = await self._worker.run(self._open_context)
-        self.options = self.options.on_device(self.ctx.runner.device.type)
+        self.options = self.options.on_device(memory_of(self.ctx.model.device))
         self.times = StepTimeModel()
         self.intake = self._open_intake()
         self._texts = TextCalls(self.intake, self._reader)

@@ -30,7 +30,7 @@ from rich.markup import escape
 
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.service.options import ServiceOptions
-from genbatch.nif.engine_options import EngineOptions
+from genbatch.nif.engine_options import CpuDefault, EngineOptions
 from genbatch.nif.errors import OptionError
 from genbatch.proto.validation import RequestLimits
 
@@ -76,6 +76,10 @@ class Option:
     def is_secret(self) -> bool:
         """Whether its value must not be shown."""
         return _SECRET.search(self.field) is not None
+
+    def plain(self, value: Any) -> Any:
+        """The value as JSON has it."""
+        return int(value) if isinstance(value, CpuDefault) else value
 
     def shown(self, value: Any) -> str:
         """The value as a person reads it; nothing of a secret."""

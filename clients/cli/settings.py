@@ -410,7 +410,7 @@ def settings_table(settings: Settings) -> "Table":
 def _plain(settings: Settings) -> dict[str, Any]:
     return {
         option.name: {
-            "value": "(secret)" if option.is_secret else settings.value(option.name),
+            "value": "(secret)" if option.is_secret else option.plain(settings.value(option.name)),
             "from": settings.origin(option.name),
         }
         for option in options().values()

@@ -20,7 +20,7 @@ from typing import TypeAlias, TypeVar
 
 import torch
 
-from genbatch.nif.context.runs import DecodeRun, Drafter, Kept, OverlappedRun, Read, Steps, can_overlap, lay_out
+from genbatch.nif.context.runs import DecodeRun, Drafter, Kept, OverlappedRun, Read, Steps, lay_out
 from genbatch.nif.errors import AdapterError, BatchError, OptionError
 from genbatch.nif.kv.cache_size import group_blocks
 from genbatch.nif.kv.kv_cache import KVCache
@@ -253,14 +253,14 @@ class Context:
     ) -> DecodeRun | OverlappedRun:
         """Open a run of decode steps over the same sequences. Each step's draws are the next step's tokens.
 
-        The steps overlap if the runner can launch them and the samplers allow it (`can_overlap`).
+        The steps overlap if the runner can launch them.
 
         Args:
             batch: an entry of one token for each sequence.
             max_steps: most steps that the caller will run.
         """
         self._check(batch)
-        if self._launcher is not None and can_overlap(samplers):
+        if self._launcher is not None:
             return OverlappedRun(self.kv, self._launcher, batch, samplers, max_steps)
         return DecodeRun(self.kv, self.runner.device, batch, samplers, self._forward, max_steps)
 

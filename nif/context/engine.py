@@ -41,6 +41,7 @@ class Engine:
     """A model in memory; `open_context` gives each new Batcher a fresh KV pool."""
 
     def __init__(self, model: Model, options: EngineOptions, new_runner: Callable[[int], Runner] | None = None) -> None:
+        options = options.on_device(model.device.type)
         self.model = model
         self.options = options
         self._new_runner = new_runner or choose_runner(model, options)

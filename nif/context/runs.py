@@ -14,7 +14,7 @@ import torch
 from genbatch.nif.errors import DeviceFault
 from genbatch.nif.kv.kv_cache import KVCache
 from genbatch.nif.kv.reservation import Reservation
-from genbatch.nif.runner import Entry, Largest, Launched, LaunchingRunner, Logits, RaggedBatch, num_states
+from genbatch.nif.runner import Entry, Largest, Launched, LaunchingRunner, Logits, RaggedBatch, Redrawn, num_states
 from genbatch.nif.sampling.draw import NOT_FINITE, DrawTable, SamplingParams
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, choose
 
@@ -402,21 +402,21 @@ def _that_count(draft: Sequence[int], draws: list[Sampled | SampleFault]) -> lis
     return draws
 
 
+def _depends(state: SamplerState) -> bool:
+    """Whether the next draw depends on the output so far, or is to be scored."""
+    return state.edits or state.params.logprobs is not None
+
+
 _UNKNOWN = 0  # a placeholder: the device fills in the token that it draws
-
-
-def can_overlap(states: Sequence[SamplerState]) -> bool:
-    """Whether the next step's draws can be set up before the host has read this step's tokens."""
-    # Penalties and constraints depend on the tokens so far, and log-probabilities need the logits on the host.
-    return not any(state.edits or state.params.logprobs is not None for state in states)
 
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """A launched step and the reservation of its blocks."""
+    """A launched step, the reservation of its blocks, and the positions that its draws are of."""
 
     launched: Launched
     reservation: Reservation
+    positions: list[int]
 
 
 class OverlappedRun:
@@ -424,11 +424,17 @@ class OverlappedRun:
 
     Call `close` before other code changes the sequences.
 
+    A penalty, a constraint or a log-probability depends on the tokens so far. Such rows are drawn again: a step's
+    forward runs while the host reads the tokens of the step before, and the host then launches these rows' draws.
+
+        host      launch N+1   wait for N   redraw N+1   launch N+2   wait for N+1   ...
+        device    [forward N+1             ][redraw    ][forward N+2              ]
+
     Args:
         kv: holds the sequences.
         runner: launches the steps.
         batch: an entry of one token each.
-        states: each sequence's sampler; `can_overlap(states)` must hold.
+        states: each sequence's sampler; the caller updates it with each accepted token before the next step.
         max_steps: most steps of this run.
     """
 
@@ -449,7 +455,10 @@ class OverlappedRun:
         self._tokens = [entry.tokens[0] for entry in batch]  # input of the step to be read next
         self._n_past = [entry.n_past for entry in batch]  # of the step to be launched next
         self._layout = run_layout(kv, runner.device, batch, max_steps)
+        self._states = states
         self._draws = DrawTable([state.params for state in states])
+        # A row may leave these, when it has its `min_tokens`; none joins them.
+        self._dependent = [row for row, state in enumerate(states) if _depends(state)]
         self._steps_left = max_steps  # to be launched
         self._ahead: _Flight | None = None
         self._fault: Exception | None = None  # why no step could be launched ahead
@@ -476,15 +485,23 @@ class OverlappedRun:
         # Commit now: the host knows this step's input tokens, and the device fills the blocks before any later launch
         # can read them.
         flight.reservation.commit([(token,) for token in self._tokens])
+        # Before the next step is launched: it reads these rows' tokens.
+        redrawn = self._redraw(flight)
         if ahead and self._steps_left:
             try:
                 self._ahead = self._launch([_UNKNOWN] * len(self._tokens), flight.launched)
             except Exception as error:
                 self._fault = error  # raised by the next call, as this step's tokens must be returned first
-        drawn = _read(flight)
+        tokens = _read(flight)
+        drawn: list[Sampled | SampleFault] = [
+            SampleFault(NOT_FINITE) if token is None else Sampled(token) for token in tokens
+        ]
+        for rows, results in redrawn:
+            for row, result in zip(rows, results(), strict=True):
+                drawn[row] = result
         # A sequence without a token ends with this step; the device also uses 0 for it.
-        self._tokens = [0 if token is None else token for token in drawn]
-        return [SampleFault(NOT_FINITE) if token is None else Sampled(token) for token in drawn]
+        self._tokens = [_input(draw) for draw in drawn]
+        return drawn
 
     def close(self) -> None:
         """Wait for the step under way and roll it back, so that other sequences may take its blocks.
@@ -499,6 +516,28 @@ class OverlappedRun:
             finally:
                 # guard: the step under way is undone
                 flight.reservation.rollback()
+
+    def _redraw(self, flight: _Flight) -> "list[tuple[list[int], Callable[[], list[Sampled | SampleFault]]]]":
+        """Launch the draws of the rows that need the host; returns these rows, and functions that read them."""
+        rows = self._dependent = [row for row in self._dependent if _depends(self._states[row])]
+        if not rows:
+            return []
+        try:
+            return [(rows, self._redrawn(flight, rows).results)]
+        except Exception:
+            # guard: a sampler's fault is its row's, in an overlapped step too
+            return [([row], self._redrawn_alone(flight, row)) for row in rows]
+
+    def _redrawn(self, flight: _Flight, rows: list[int]) -> Redrawn:
+        states = [self._states[row] for row in rows]
+        return flight.launched.redraw(rows, states, [flight.positions[row] for row in rows])
+
+    def _redrawn_alone(self, flight: _Flight, row: int) -> "Callable[[], list[Sampled | SampleFault]]":
+        try:
+            return self._redrawn(flight, [row]).results
+        except Exception as error:
+            fault = SampleFault(f"choosing a token failed: {error!r}")
+            return lambda: [fault]
 
     def _launch(self, tokens: Sequence[int], after: Launched | None) -> _Flight:
         steps = [
@@ -517,7 +556,7 @@ class OverlappedRun:
             raise
         self._n_past = positions
         self._steps_left -= 1
-        return _Flight(launched, reservation)
+        return _Flight(launched, reservation, positions)
 
 
 def _read(flight: _Flight) -> list[int | None]:

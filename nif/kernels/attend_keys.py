@@ -15,6 +15,7 @@ _FLAT_SHARES = tl.constexpr(32)  # of this size; behind them
 _SHARES_PER_DOUBLING = tl.constexpr(16)  # of twice the size, then of four times the size, ...
 _DOUBLINGS = tl.constexpr(17)  # reach 2**30 positions
 _REGISTERS = 65_536  # of a multiprocessor
+_LARGE_SHARED_MEMORY = 228 * 1024  # bytes of a multiprocessor from 9.0 on, but for 12.0
 _BLOCK_OVERHEAD = 1024  # bytes of shared memory that the device takes for each program
 
 
@@ -26,6 +27,7 @@ class Tile:
     keys: int
     num_warps: int
     num_stages: int
+    registers: int | None = None  # most of a thread; None leaves their number to the compiler
 
 
 def head_pad(head_size: int) -> int:
@@ -33,13 +35,23 @@ def head_pad(head_size: int) -> int:
     return max(_MIN_DOT_ROWS, int(triton.next_power_of_2(head_size)))
 
 
-def tile_shape(group: int, head_size: int, element_size: int, *, decode: bool, in_order: bool = False) -> Tile:
+def tile_shape(
+    group: int,
+    head_size: int,
+    element_size: int,
+    *,
+    decode: bool,
+    in_order: bool = False,
+    shared_memory: int = _LARGE_SHARED_MEMORY,
+) -> Tile:
     """The tile for `group` query heads a KV head, whose elements take `element_size` bytes.
 
     Args:
         decode: of one token a sequence; else of chunks.
         in_order: chunks round as decodes do: the decodes' tile, with fewer stages, as chunks keep more beside it in
             registers. Stages change no sum.
+        shared_memory: bytes of a multiprocessor. GPUs that have much of it multiply from there; the others multiply
+            from registers, and a tile of theirs holds fewer keys.
     """
     needed = max(_MIN_DOT_ROWS, triton.next_power_of_2(group))
     if element_size > 2:
@@ -50,10 +62,16 @@ def tile_shape(group: int, head_size: int, element_size: int, *, decode: bool, i
         keys = 16 if wide else 32 if 64 < head_size < 128 else 64
         # The block ids, which addresses wait for, take stages too: what is left doubles the keys' and values' buffers.
         stages = 5 if decode else 3 if keys == 64 else 2
-        return Tile(needed, keys, 4, stages)
+        # By itself ptxas takes fewer registers than there are, and spills some: in wide chunks with Triton 3.6, and in
+        # decodes of heads of 64 with 3.9 for 12.0.
+        registers = _decode_registers(head_size) if decode else 200 if wide else None
+        return Tile(needed, keys, 4, stages, registers)
+    is_large = shared_memory >= _LARGE_SHARED_MEMORY
     if wide:
-        return Tile(max(needed, 32), 32, 4, 2)  # with 8 warps Triton 3.9 keeps to 128 registers, and spills
-    return Tile(max(needed, 64), 64, 8 if head_size > 64 else 4, 2)
+        return Tile(max(needed, 64), 32, 8, 2) if is_large else Tile(max(needed, 32), 32, 4, 2)
+    if is_large:
+        return Tile(max(needed, 128), 64, 8, 2)
+    return Tile(max(needed, 128), 32, 8, 2) if head_size <= 64 else Tile(max(needed, 64), 64, 8, 2)
 
 
 def programs_per_processor(tile: Tile, head_size: int, element_size: int, shared_memory: int) -> int:
@@ -69,9 +87,13 @@ def programs_per_processor(tile: Tile, head_size: int, element_size: int, shared
     padded = head_pad(head_size)
     # Two pairs of keys' and values' buffers; beside them the query, the block ids and the weights.
     shared = 4 * tile.keys * padded * element_size + 32 * padded + 3584
-    # The most registers a thread that Triton 3.6 and 3.9 take.
-    registers = 128 if padded <= 64 else 168
+    registers = _decode_registers(head_size)
     return max(1, min(shared_memory // (shared + _BLOCK_OVERHEAD), _REGISTERS // (32 * tile.num_warps * registers)))
+
+
+def _decode_registers(head_size: int) -> int:
+    """The most registers of a decode's thread: Triton 3.6 and 3.9 need no more."""
+    return 128 if head_size <= 64 else 168
 
 
 def num_shares(length: int, share: int) -> int:
@@ -139,6 +161,7 @@ def attend_keys(
     query,  # [ROWS, HEAD_PAD]
     query_positions,  # [ROWS], negative where the row is padding
     first_key,  # a multiple of KEYS
+    whole_key,  # every row sees all keys before it, read where HAS_WHOLE
     end_key,
     table_ptr,
     key_ptr,
@@ -155,47 +178,92 @@ def attend_keys(
     HEAD_PAD: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_WHOLE: tl.constexpr,
 ):
     """Online softmax over the keys at positions [first_key, end_key) of one sequence and KV head."""
-    dims = tl.arange(0, HEAD_PAD)
-    in_head = dims < HEAD
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     output = tl.zeros([ROWS, HEAD_PAD], tl.float32)
+    if HAS_WHOLE:
+        # Most keys of a long prompt's chunk are seen by all of its rows: they need no comparison of positions.
+        whole_key = tl.maximum(whole_key // KEYS * KEYS, first_key)
+        for start in range(first_key, whole_key, KEYS):
+            output, maximum, total = _attend_tile(
+                output, maximum, total, query, query_positions, start, end_key, table_ptr, key_ptr, value_ptr,
+                block_stride, num_blocks, scale, softcap, window,
+                KEYS, BLOCK_SIZE, HEAD, HEAD_PAD, HAS_SOFTCAP, HAS_WINDOW, False,
+            )  # fmt: skip
+        first_key = whole_key
     for start in range(first_key, end_key, KEYS):
-        positions = start + tl.arange(0, KEYS)
-        # One id a position, though a block has many: Triton 3.6 pipelines no loads whose addresses were reshaped.
-        blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=positions < end_key, other=-1)
-        # The planner has refused bad tables; `readable` keeps even one damaged later from reading outside the pool.
-        readable = (blocks >= 0) & (blocks < num_blocks)
-        # A pool outgrows 2**31 elements: widen before multiplying.
-        offsets = blocks.to(tl.int64) * block_stride + (positions % BLOCK_SIZE) * HEAD
-        if HEAD % 16 == 0:
-            # `block_stride` is a whole number of heads, so rows begin at multiples of 16 elements and loads are wide.
-            offsets = tl.multiple_of(offsets, 16)
-        key = tl.load(key_ptr + offsets[None, :] + dims[:, None], mask=readable[None, :] & in_head[:, None], other=0.0)
-        scores = tl.dot(query, key, input_precision="ieee") * scale
-        if HAS_SOFTCAP:
-            # tanh(x) = 1 - 2 / (exp(2x) + 1), which neither overflows nor needs a device library.
-            scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E) / softcap) + 1.0))
+        output, maximum, total = _attend_tile(
+            output, maximum, total, query, query_positions, start, end_key, table_ptr, key_ptr, value_ptr,
+            block_stride, num_blocks, scale, softcap, window,
+            KEYS, BLOCK_SIZE, HEAD, HEAD_PAD, HAS_SOFTCAP, HAS_WINDOW, True,
+        )  # fmt: skip
+    return output, maximum, total
+
+
+@triton.jit
+def _attend_tile(
+    output,
+    maximum,
+    total,
+    query,
+    query_positions,
+    start,
+    end_key,
+    table_ptr,
+    key_ptr,
+    value_ptr,
+    block_stride,
+    num_blocks,
+    scale,
+    softcap,
+    window,
+    KEYS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    IS_EDGE: tl.constexpr,  # else every row sees every key of the tile
+):
+    """Add KEYS keys from `start` on to the online softmax."""
+    dims = tl.arange(0, HEAD_PAD)
+    in_head = dims < HEAD
+    positions = start + tl.arange(0, KEYS)
+    # One id a position, though a block has many: Triton 3.6 pipelines no loads whose addresses were reshaped.
+    blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=positions < end_key, other=-1)
+    # The planner has refused bad tables; `readable` keeps even one damaged later from reading outside the pool.
+    readable = (blocks >= 0) & (blocks < num_blocks)
+    # A pool outgrows 2**31 elements: widen before multiplying.
+    offsets = blocks.to(tl.int64) * block_stride + (positions % BLOCK_SIZE) * HEAD
+    if HEAD % 16 == 0:
+        # `block_stride` is a whole number of heads, so rows begin at multiples of 16 elements and loads are wide.
+        offsets = tl.multiple_of(offsets, 16)
+    key = tl.load(key_ptr + offsets[None, :] + dims[:, None], mask=readable[None, :] & in_head[:, None], other=0.0)
+    scores = tl.dot(query, key, input_precision="ieee") * scale
+    if HAS_SOFTCAP:
+        # tanh(x) = 1 - 2 / (exp(2x) + 1), which neither overflows nor needs a device library.
+        scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E) / softcap) + 1.0))
+    if IS_EDGE:
         distance = query_positions[:, None] - positions[None, :]
         visible = (distance >= 0) & readable[None, :]
         if HAS_WINDOW:
             visible = visible & (distance < window)
         scores = tl.where(visible, scores * LOG2_E, float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-        # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
-        shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        weights = tl.exp2(scores - shift[:, None])
-        correction = tl.exp2(maximum - shift)
-        value = tl.load(
-            value_ptr + offsets[:, None] + dims[None, :], mask=readable[:, None] & in_head[None, :], other=0.0
-        )
-        total = total * correction + tl.sum(weights, 1)
-        output = output * correction[:, None]
-        output += tl.dot(weights.to(value.dtype), value, input_precision="ieee")
-        maximum = new_maximum
-    return output, maximum, total
+    else:
+        scores = scores * LOG2_E + tl.where(readable, 0.0, float("-inf"))[None, :]
+    new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+    # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
+    shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    weights = tl.exp2(scores - shift[:, None])
+    correction = tl.exp2(maximum - shift)
+    value = tl.load(value_ptr + offsets[:, None] + dims[None, :], mask=readable[:, None] & in_head[None, :], other=0.0)
+    total = total * correction + tl.sum(weights, 1)
+    output = output * correction[:, None]
+    output += tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+    return output, new_maximum, total
 
 
 @triton.jit

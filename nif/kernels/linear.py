@@ -24,6 +24,7 @@ GROUP = 64
 """Inputs that share a scale in 4 bits, and that the products take at a time."""
 KINDS = ("none", "int8", "fp8", "int4")
 _LARGEST_FP8 = 448.0  # of e4m3
+_UNPACKED_INPUTS = 1024  # of a program, 16 bytes of the result for each thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,55 @@ def unpack(weight: PackedWeight) -> torch.Tensor:
     nibbles = torch.cat((pairs & 0xF, pairs >> 4), dim=2).view(len(weight.data), -1, GROUP).float()
     wide = (nibbles - weight.zeros.float()[..., None]) * weight.scales[..., None]
     return wide.flatten(1)[:, : weight.num_inputs]
+
+
+@triton.jit
+def _unpack_kernel(
+    out_ptr,  # [N, K]
+    weight_ptr,  # packed, see PackedWeight
+    scale_ptr,
+    zero_ptr,
+    K: tl.constexpr,
+    BITS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    """One program: INPUTS weights of one output."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * INPUTS + tl.arange(0, INPUTS)
+    inside = columns < K
+    if BITS == 4:
+        group = columns // GROUP
+        bytes_at = row * (NUM_GROUPS * GROUP // 2) + group // 2 * GROUP + columns % GROUP
+        packed = tl.load(weight_ptr + bytes_at, mask=inside, other=0).to(tl.int32)
+        zero = tl.load(zero_ptr + row * NUM_GROUPS + group, mask=inside, other=0).to(tl.int32)
+        scale = tl.load(scale_ptr + row * NUM_GROUPS + group, mask=inside, other=0.0)
+        wide = (((packed >> (group % 2 * 4)) & 0xF) - zero).to(tl.float32) * scale
+    else:
+        wide = tl.load(weight_ptr + row * K + columns, mask=inside, other=0.0).to(tl.float32) * tl.load(scale_ptr + row)
+    tl.store(out_ptr + row * K + columns, wide.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def unpacked(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+    """The weights [N, K] in `dtype`, for the library's products; in a buffer of their own if they are packed."""
+    if weight.bits == 0:
+        return weight.data
+    num_outputs, num_inputs = weight.num_outputs, weight.num_inputs
+    out = torch.empty((num_outputs, num_inputs), dtype=dtype, device=weight.data.device)
+    _unpack_kernel[(num_outputs, triton.cdiv(num_inputs, _UNPACKED_INPUTS))](
+        out,
+        weight.data,
+        weight.scales,
+        weight.zeros,
+        K=num_inputs,
+        BITS=weight.bits,
+        NUM_GROUPS=weight.num_groups,
+        GROUP=GROUP,
+        INPUTS=_UNPACKED_INPUTS,
+        num_warps=4,
+    )
+    return out
 
 
 _PLAIN = tl.constexpr(0)

@@ -89,6 +89,16 @@ def _plan_kernel(
         tl.store(owners_ptr + first + shares, tl.zeros_like(shares) + sequence, mask=shares < own)
 
 
+@triton.jit
+def place_of_chunk(KV_HEADS: tl.constexpr):
+    """Return the tile and the KV head of this program.
+
+    Programs start in order, and a later tile of a prompt has more keys before it: the longest work comes first.
+    """
+    program = tl.program_id(0)
+    return (tl.num_programs(0) - 1 - program) // KV_HEADS, program % KV_HEADS
+
+
 @triton.jit(do_not_specialize=["num_sequences", "table_width", "num_blocks", "window"])
 def _chunk_attention_kernel(
     out_ptr,  # [T, query_heads, HEAD]
@@ -108,6 +118,7 @@ def _chunk_attention_kernel(
     scale,
     softcap,
     window,
+    KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -120,8 +131,7 @@ def _chunk_attention_kernel(
     HAS_SINKS: tl.constexpr,
 ):
     """One program: ROWS // GROUP tokens of one sequence, with the GROUP query heads that share a KV head."""
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1)
+    tile, kv_head = place_of_chunk(KV_HEADS)
     TOKENS: tl.constexpr = ROWS // GROUP
     # Sequence s owns the tiles from query_starts[s] // TOKENS + s on: never fewer than it needs, and no list of
     # tiles has to come from the host. Find the last sequence that begins at or before this tile.
@@ -165,6 +175,7 @@ def _chunk_attention_kernel(
             query,
             query_positions,
             first_key,
+            kv_len - query_len + first_token + 1,
             end_key,
             table_ptr,
             key_ptr,
@@ -181,6 +192,7 @@ def _chunk_attention_kernel(
             HEAD_PAD,
             HAS_SOFTCAP,
             HAS_WINDOW,
+            HAS_WHOLE=not HAS_WINDOW,
         )
     else:
         # As a decode of each of these tokens would go: share by share, then joined in order.
@@ -194,6 +206,7 @@ def _chunk_attention_kernel(
                 query,
                 query_positions,
                 tl.maximum(begin, first_key),
+                0,
                 tl.minimum(end, end_key),
                 table_ptr,
                 key_ptr,
@@ -210,11 +223,12 @@ def _chunk_attention_kernel(
                 HEAD_PAD,
                 HAS_SOFTCAP,
                 HAS_WINDOW,
+                HAS_WHOLE=False,
             )
             output, maximum, total = join_softmax(output, maximum, total, more_output, more_maximum, more_total)
             begin = end
     output = finish_softmax(output, maximum, total, heads, used, sinks_ptr, HAS_SINKS)
-    out_offsets = ((query_start + tokens).to(tl.int64) * tl.num_programs(1) * GROUP + heads) * HEAD
+    out_offsets = ((query_start + tokens).to(tl.int64) * KV_HEADS * GROUP + heads) * HEAD
     tl.store(out_ptr + out_offsets[:, None] + dims[None, :], output.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -278,6 +292,7 @@ def _decode_attention_kernel(
             query,
             tl.where(used, kv_len - 1, -1),
             tl.maximum(begin, oldest // KEYS * KEYS),
+            0,
             tl.minimum(share_end(begin, SHARE), kv_len),
             table_ptr + tl.cast(sequence, tl.int64) * table_width,
             key_ptr + kv_head * BLOCK_SIZE * HEAD,
@@ -294,6 +309,7 @@ def _decode_attention_kernel(
             HEAD_PAD,
             HAS_SOFTCAP,
             HAS_WINDOW,
+            HAS_WHOLE=False,
         )
         if is_whole:
             output = finish_softmax(output, maximum, total, heads, used, sinks_ptr, HAS_SINKS)
@@ -481,6 +497,7 @@ def paged_attention(
             "HAS_SINKS": sinks is not None,
             "num_warps": tile.num_warps,
             "num_stages": tile.num_stages,
+            "maxnreg": tile.registers,
         }
 
     numbers = (
@@ -496,9 +513,11 @@ def paged_attention(
     )
     if max_query_len > 1:
         size = query.element_size()
-        tile = tile_shape(group, head_size, size, decode=False, in_order=setting.in_order)
+        tile = tile_shape(
+            group, head_size, size, decode=False, in_order=setting.in_order, shared_memory=setting.shared_memory
+        )
         num_tiles = num_tokens // (tile.rows // group) + num_sequences
-        _chunk_attention_kernel[(num_tiles, num_kv_heads)](
+        _chunk_attention_kernel[(num_tiles * num_kv_heads,)](
             out,
             query,
             key_cache,
@@ -508,6 +527,7 @@ def paged_attention(
             kv_lens,
             sinks,
             *numbers,
+            KV_HEADS=num_kv_heads,
             SHARE=setting.share if setting.in_order else 0,
             **shape(tile),
         )

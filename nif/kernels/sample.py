@@ -28,6 +28,8 @@ import torch
 import triton
 import triton.language as tl
 
+from genbatch.nif.cuda_device import sent
+
 _ROW_CHUNK = 256  # rows a program covers
 
 
@@ -98,9 +100,9 @@ def edit_logits(logits: torch.Tensor, edits: Sequence[RowEdits]) -> torch.Tensor
     device = logits.device
     _edit_kernel[(len(edits), max(1, triton.cdiv(max(counts), _EDIT_CHUNK)))](
         logits,
-        torch.from_numpy(starts).to(device),
-        torch.from_numpy(ids).to(device),
-        torch.from_numpy(np.stack((factors, added))).to(device),
+        sent(starts, device),
+        sent(ids, device),
+        sent(np.stack((factors, added)), device),
         len(ids),
         logits.shape[1],
         logits.stride(0),

@@ -17,15 +17,20 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
+from genbatch.nif.cuda_device import on_device, sent
 from genbatch.nif.engine_options import GraphKey, GraphOptions
 from genbatch.nif.kernels.sample import NONE
 from genbatch.nif.runner import BatchLimits, Launched, RaggedBatch
 from genbatch.nif.runners.block_transfer import SideStream
+from genbatch.nif.runners.lean_llama import Products
 from genbatch.nif.sampling.draw import NUM_PARAMS
+from genbatch.nif.sampling.sampler import LateDraws, SamplerState
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +154,8 @@ def _view(buffer: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor
 
 log = logging.getLogger("genbatch")
 
+_MOST_TIMED_ROWS = 128  # with more, the library's products are faster
+_TIMED_REPLAYS = 5
 _WARM_UP_RUNS = 2  # kernels compile and libraries allocate workspaces before anything is captured
 
 
@@ -223,6 +230,10 @@ def _greedy(num_rows: int) -> torch.Tensor:
 class Replayable(Protocol):
     """A captured step."""
 
+    def seconds(self) -> float:
+        """Return the seconds that a replay takes on the device."""
+        ...
+
     inputs: torch.Tensor  # [bytes] uint8 on the device, the graph's input: a padded step that `BatchUpload` packed
 
     def replay(self) -> torch.Tensor:
@@ -273,26 +284,34 @@ class GraphCache:
 class DecodeGraphs:
     """Runs decode steps through captured graphs.
 
+    A step has our own products or the library's, see `lean_llama`. At the start both are captured and timed for every
+    number of rows up to 128, and the faster graph is kept.
+
     Args:
         options: sizes and limits.
-        decode: runs one step on the device; it returns logits and leaves the tokens in `drawn`.
+        decode: runs one step on the device, by default or with `products`; it returns logits and leaves the tokens in
+            `drawn`.
         drawn: [max_batch_size or more] int64 on the device.
         upload: copies steps to the device.
         limits: the pool's and the model's limits.
         device: a CUDA device.
+        products: those that `decode` can take.
     """
 
     def __init__(
         self,
         options: GraphOptions,
-        decode: Callable[[DecodeStep], torch.Tensor],
+        decode: Callable[..., torch.Tensor],
         drawn: torch.Tensor,
         upload: BatchUpload,
         limits: BatchLimits,
         device: torch.device,
+        products: Sequence[Products] = (),
     ) -> None:
         self._options = options
         self._decode = decode
+        self._products = products
+        self._faster: dict[int, Products] = {}  # by rows
         self._drawn = drawn
         self._upload = upload
         self._limits = limits
@@ -308,6 +327,10 @@ class DecodeGraphs:
             self.cache.get(key)
             log.debug("captured decode steps of %d rows", key.num_tokens)
         log.info("captured decode steps of %d sizes in %.1f s", len(keys), time.monotonic() - started)
+        by_library = [rows for rows, faster in sorted(self._faster.items()) if faster == "library"]
+        if self._faster:
+            log.info("of %d sizes that were timed, the library's products are faster for %s", len(self._faster),
+                     ", ".join(map(str, by_library)) or "none")  # fmt: skip
 
     def find(self, step: DecodeStep) -> tuple[Replayable, DecodeStep] | None:
         """Return the graph for a step on the CPU, and the padded step; None if no graph applies."""
@@ -334,9 +357,21 @@ class DecodeGraphs:
         sample = empty_step(key, len(self._limits.num_blocks), self._limits.block_size)
         # The capture's warm-up runs overwrite `drawn`, and a step under way may have left its tokens there.
         drawn = self._drawn.clone()
-        graph = CapturedStep(sample, self._decode, self._upload, self._place)
+        if key.num_tokens <= _MOST_TIMED_ROWS and len(self._products) > 1 and key.num_tokens not in self._faster:
+            graph, self._faster[key.num_tokens] = self._fastest(sample)
+        else:  # a longer size of the same number of rows is captured while a request waits
+            products = self._faster.get(key.num_tokens)
+            graph = CapturedStep(sample, partial(self._decode, products=products), self._upload, self._place)
         self._drawn.copy_(drawn)
         return graph
+
+    def _fastest(self, sample: DecodeStep) -> tuple[Replayable, Products]:
+        assert self._place is not None
+        captured: list[tuple[Replayable, Products]] = []
+        for products in self._products:
+            decode = partial(self._decode, products=products)
+            captured.append((CapturedStep(sample, decode, self._upload, self._place), products))
+        return min(captured, key=lambda one: one[0].seconds())
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,6 +415,18 @@ class CapturedStep:
         """Run the step over `inputs`; the next replay overwrites the logits."""
         self._graph.replay()
         return self._logits
+
+    def seconds(self) -> float:
+        """Return the seconds that a replay takes on the device."""
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._graph.replay()
+        began.record()
+        for _ in range(_TIMED_REPLAYS):
+            self._graph.replay()
+        ended.record()
+        ended.synchronize()
+        milliseconds: float = began.elapsed_time(ended)
+        return milliseconds / 1000 / _TIMED_REPLAYS
 
     def finish(self) -> None:
         """Wait for a replay that is under way."""
@@ -440,15 +487,17 @@ class Launches:
                 arrived = self._upload.upload_step(step, into=inputs)
             # guard: a step waits for its input
             self._copies.hold_up_compute()
+            if self._latest is not None:
+                self._latest.forget_logits()
             if graph is not None:
                 graph.inputs.copy_(inputs[:size])
-                graph.replay()
+                logits = graph.replay()
             else:
-                self._decode(arrived)
+                logits = self._decode(arrived)
         except BaseException:
             self._copies.finish()  # launched kernels may still read these buffers
             raise
-        self._latest = pair.holds = LaunchedStep(self._drawn[:rows], pair.tokens[:rows])
+        self._latest = pair.holds = LaunchedStep(logits, self._drawn[:rows], pair.tokens[:rows])
         self._turn = (self._turn + 1) % _NUM_PAIRS
         return self._latest
 
@@ -461,19 +510,41 @@ class LaunchedStep:
     """A launched step. Implements `Launched`.
 
     Args:
+        logits: [R or more, vocab_size] float32 on the device, which the next step may overwrite.
         drawn: [R] int64 on the device, the step's tokens once the step has run; the next step may overwrite them.
         tokens: [R] int64 on the host, pinned for a GPU; the step's tokens are copied there.
     """
 
-    def __init__(self, drawn: torch.Tensor, tokens: torch.Tensor) -> None:
-        # The copy is queued behind the step's kernels, so it is complete before the next step draws.
-        tokens.copy_(drawn, non_blocking=True)
+    def __init__(self, logits: torch.Tensor, drawn: torch.Tensor, tokens: torch.Tensor) -> None:
+        self._logits: torch.Tensor | None = logits
+        self._drawn = drawn
         self._tokens = tokens
         self._arrived: torch.cuda.Event | None = None
-        if drawn.device.type == "cuda":
+        self._send()
+        self.is_read = False
+
+    def redraw(self, rows: Sequence[int], states: Sequence[SamplerState], positions: Sequence[int]) -> LateDraws:
+        """See `Launched.redraw`."""
+        assert self._logits is not None, "a later step has these logits' memory by now"
+        with torch.inference_mode(), on_device(self._drawn.device):
+            places = sent(np.array(rows, np.int64), self._drawn.device)
+            draws = LateDraws(self._logits[places], states, positions)
+            # guard: the next step reads the tokens that were drawn again
+            self._drawn[places] = draws.tokens
+            draws.send()
+            self._send()
+        return draws
+
+    def forget_logits(self) -> None:
+        """Let the next step have the logits' memory."""
+        self._logits = None
+
+    def _send(self) -> None:
+        # The copy is queued behind the step's kernels, so it is complete before the next step draws.
+        self._tokens.copy_(self._drawn, non_blocking=True)
+        if self._drawn.device.type == "cuda":
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrived.record()
-        self.is_read = False
 
     def wait(self) -> list[int | None]:
         """Wait for each row's token; None if the row's logits are not finite. Call this once."""

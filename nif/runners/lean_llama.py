@@ -4,10 +4,11 @@ There are two code paths through a layer. Both round where the model's own modul
 Steps of few rows use our own matrix products, with six launches a layer. Reading the weights limits such a step, and
 each launch adds to its time. Steps of many rows use the library's matrix products, which are faster there.
 
-    few rows    [norm, qkv, rotate, write] [attend] [join] [out, add] [norm, gate and up, silu] [down, add]
-    many rows   [add, norm] [qkv] [rotate, write] [attend] [join] [out] [add, norm] [gate and up] [silu] [down]
+    own         [norm, qkv, rotate, write] [attend] [join] [out, add] [norm, gate and up, silu] [down, add]
+    library     [add, norm] [qkv] [rotate, write] [attend] [join] [out] [add, norm] [gate and up] [silu] [down]
 
-Packed weights always take the first path. So do batch-invariant outputs.
+Packed weights are unpacked for the library, one product at a time. Which path is faster for the decodes of a captured
+graph is measured at the start (`DecodeGraphs`). Batch-invariant outputs always take the first path.
 
 DeviceLora holds the adapters for this loop, merged like the projections. In steps of few rows a kernel reads each
 row's adapter. In steps of many rows the library computes one pair of products for each adapter's rows.
@@ -15,7 +16,7 @@ row's adapter. In steps of many rows the library computes one pair of products f
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch.nn.functional import embedding, linear
@@ -32,6 +33,7 @@ from genbatch.nif.kernels.linear import (
     from_groups,
     linear_tile,
     pack,
+    unpacked,
 )
 from genbatch.nif.kernels.lora import LoraParts, NormedRows, lora_delta
 from genbatch.nif.kernels.paged_attention import AttentionSetting, SharePlan, paged_attention, plan_shares
@@ -168,7 +170,13 @@ class LoraRows:
 
 _FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
-_FEW_ROWS = 64  # above this, each read of a weight serves many rows and the library's products are faster
+_FEW_ROWS = 64
+"""Most rows that take our own products without a measurement.
+
+Above it, each read of a weight serves many rows, and the library's products are faster. Packed to 4 bits, a weight is
+read once for 16 rows: at 64 rows our products move 2 bytes a weight, and unpacking moves 4.5.
+"""
+Products: TypeAlias = Literal["own", "library"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +203,7 @@ class LeanStep:
         None  # [T or more] int64, the token of each row whose input id is below 0; None: no row
     )
     out: torch.Tensor | None = None  # [R, vocab_size] float32, receives the logits; None allocates a new tensor
+    products: Products | None = None  # None takes those that suit the number of rows
 
 
 def why_not_lean(model: "Model") -> str | None:
@@ -229,7 +238,6 @@ class LeanLlama:
         self._dtype = model.dtype
         self._eps: float = config.rms_norm_eps
         self._bits = {"none": 0, "int4": 4}.get(quantize, 8)
-        self._is_own_always = setting.in_order or quantize != "none"
         self._embedding: torch.Tensor = decoder.embed_tokens.weight
         self._final_norm: torch.Tensor = decoder.norm.weight
         self._head = PackedWeight(model.hf.lm_head.weight, 0, config.hidden_size, bias=model.hf.lm_head.bias)
@@ -255,11 +263,33 @@ class LeanLlama:
         if out is None:
             shape = (len(batch.logit_rows), self._head.num_outputs)
             out = torch.empty(shape, dtype=torch.float32, device=batch.input_ids.device)
-        if (len(batch.input_ids) <= _FEW_ROWS and batch.max_query_len == 1) or self._is_own_always:
-            self._few_rows(step, plans, out)
+        if self._takes_own(step):
+            self._by_own_products(step, plans, out)
         else:
-            self._many_rows(step, plans, out)
+            self._by_library(step, plans, out)
         return out
+
+    @property
+    def products(self) -> tuple[Products, ...]:
+        """Return the products that a step may take."""
+        return ("own",) if self._setting.in_order else ("own", "library")
+
+    @property
+    def unpacked_bytes(self) -> int:
+        """Return the bytes of the largest weight that is unpacked for the library; 0 if none is packed."""
+        if not self._bits or self._setting.in_order:
+            return 0
+        layer = self._layers[0]
+        weights = (layer.qkv, layer.attention_out, layer.gate_up, layer.mlp_out)
+        return max(weight.num_outputs * weight.num_inputs for weight in weights) * self._dtype.itemsize
+
+    def _takes_own(self, step: LeanStep) -> bool:
+        if self._setting.in_order:
+            return True
+        if step.products is not None:
+            return step.products == "own"
+        # The library reads unpacked weights as fast as our products do, and uses larger tiles for prompts.
+        return len(step.batch.input_ids) <= _FEW_ROWS and (self._bits > 0 or step.batch.max_query_len == 1)
 
     def empty_lora(self, num_rows: int) -> LoraRows:
         """Return rows with a zero adapter on every projection of every layer, for the warm-up."""
@@ -274,7 +304,7 @@ class LeanLlama:
         everywhere = {(index, place): pair for index in range(len(self._layers)) for place, pair in pairs.items()}
         return LoraRows([everywhere], torch.zeros(num_rows, dtype=torch.int32), device)
 
-    def _few_rows(self, step: LeanStep, plans: "Sequence[SharePlan]", out: torch.Tensor) -> None:
+    def _by_own_products(self, step: LeanStep, plans: "Sequence[SharePlan]", out: torch.Tensor) -> None:
         """Run the step with our own products."""
         batch = step.batch
         tile = linear_tile(len(batch.input_ids), self._dtype, bits=self._bits, fixed=self._setting.in_order)
@@ -296,7 +326,7 @@ class LeanLlama:
         if len(out):
             products.logits(residual, self._final_norm, self._head, out)
 
-    def _many_rows(self, step: LeanStep, plans: "Sequence[SharePlan]", out: torch.Tensor) -> None:
+    def _by_library(self, step: LeanStep, plans: "Sequence[SharePlan]", out: torch.Tensor) -> None:
         """Run the step with the library's products."""
         batch = step.batch
         ids = batch.input_ids if step.drawn is None else next_tokens(batch.input_ids, step.drawn)
@@ -363,7 +393,7 @@ def _delta(
 
 def _linear(lora: LoraRows | None, layer: int, place: int, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
     """Compute a product of many rows, adapters included."""
-    out = linear(x, weight.data, weight.bias)
+    out = linear(x, unpacked(weight, x.dtype), weight.bias)
     return out if lora is None else lora.add_to(layer, place, x, out)
 
 

@@ -19,7 +19,15 @@ from genbatch.nif.runner import BatchLimits, Launched, LoraAdapter, RaggedBatch,
 from genbatch.nif.runners.attention import AttentionCall, LayerPool
 from genbatch.nif.runners.block_transfer import BlockTransfer
 from genbatch.nif.runners.launches import BatchUpload, DecodeGraphs, DecodeStep, Launches, empty_step, packed_size
-from genbatch.nif.runners.lean_llama import DeviceLora, LeanLlama, LeanStep, LoraRows, plan_groups, why_not_lean
+from genbatch.nif.runners.lean_llama import (
+    DeviceLora,
+    LeanLlama,
+    LeanStep,
+    LoraRows,
+    Products,
+    plan_groups,
+    why_not_lean,
+)
 from genbatch.nif.runners.torch_runner import LoraHooks
 from genbatch.nif.runners.warm_up import WarmUp
 
@@ -132,9 +140,11 @@ class TritonRunner:
         # Count each share's weighted sum, maximum and total in float32, for one layer at a time.
         shared = shares * num_heads * (largest_head + 2) * 4
         shared += _CUBLAS_WORKSPACE if self._model.device.type == "cuda" else 0
+        unpacked = 0 if self._lean is None else self._lean.unpacked_bytes
+        shared += unpacked
         if self._graph_options is None:
             return shared
-        shared += _CUBLAS_WORKSPACE  # for the capture stream
+        shared += _CUBLAS_WORKSPACE + unpacked  # for the capture stream, and for the graphs
         keys = self._graph_options.captured_keys(self._longest)
         step = empty_step(max(keys), len(self.groups), block_size)
         logits = max(keys).num_tokens * self.vocab_size * (4 + self._model.dtype.itemsize)
@@ -171,7 +181,13 @@ class TritonRunner:
         if self._graph_options is not None:
             self._logits = torch.empty((captured_rows, self.vocab_size), dtype=torch.float32, device=device)
             self._graphs = DecodeGraphs(
-                self._graph_options, self._decode, self._drawn, self._upload, self._limits, device
+                self._graph_options,
+                self._decode,
+                self._drawn,
+                self._upload,
+                self._limits,
+                device,
+                () if self._lean is None else self._lean.products,
             )
             self._graphs.warm_up()
         self._launches = Launches(device, self._drawn, self._upload, self._decode, self._graphs)
@@ -286,14 +302,16 @@ class TritonRunner:
             adapts=lean is not None,
         ).run()
 
-    def _decode(self, step: DecodeStep, lora: LoraRows | None = None) -> torch.Tensor:
+    def _decode(
+        self, step: DecodeStep, lora: LoraRows | None = None, *, products: Products | None = None
+    ) -> torch.Tensor:
         """Run one decode step on the device; returns its logits and leaves its tokens there for the next step."""
         rows = len(step.draws)
         if self._lean is not None:
             # All graphs and eager steps share one buffer: in one stream a step draws before the next step's logits.
             out = None if self._logits is None or rows > len(self._logits) else self._logits[:rows]
             lora = lora or self._lean_lora(step.batch)
-            logits = self._lean.forward(LeanStep(step.batch, self._pools, True, lora, self._drawn, out))
+            logits = self._lean.forward(LeanStep(step.batch, self._pools, True, lora, self._drawn, out, products))
         else:
             ids = next_tokens(step.batch.input_ids, self._drawn)
             logits = self._run(dataclasses.replace(step.batch, input_ids=ids), True)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from genbatch.nif.cuda_device import on_device
+from genbatch.nif.cuda_device import on_device, sent
 from genbatch.nif.runner import Largest
 from genbatch.nif.sampling.draw import (
     NOT_FINITE,
@@ -81,11 +81,12 @@ def forbid(logits: torch.Tensor, constraints: Sequence[Constraint | None]) -> No
         if constraint.fault is None:
             words[index] = constraint.allowed[: words.shape[1]]
     bits = np.unpackbits(words.view(np.uint8), axis=1, count=width, bitorder="little")
-    allowed = torch.from_numpy(bits).to(logits.device).view(torch.bool)
+    allowed = sent(bits, logits.device).view(torch.bool)
     if len(rows) == len(logits):
         logits.masked_fill_(allowed.logical_not_(), float("-inf"))
     else:
-        logits[rows] = logits[rows].masked_fill_(allowed.logical_not_(), float("-inf"))
+        places = sent(np.array(rows, np.int64), logits.device)
+        logits[places] = logits[places].masked_fill_(allowed.logical_not_(), float("-inf"))
 
 
 _NOT_FINITE = "the model's logits are not finite"
@@ -467,38 +468,84 @@ def sample_on_device(
 ) -> list[Sampled | SampleFault]:
     """Choose one token per row on a GPU; arguments, order of operations and results are those of `sample`.
 
-    A step makes one copy to the device and one copy back. Log-probabilities and masks of constraints take one more
-    copy each.
+    A step makes a few copies to the device, and waits once for the results.
     """
     assert logits.shape[0] == len(states) == len(positions)
     if not states:
         return []
     with on_device(logits.device):
-        return _sample_on_device(logits, states, positions)
+        draws = LateDraws(logits, states, positions)
+        draws.send()
+        if logits.device.type == "cuda":
+            torch.cuda.current_stream(logits.device).synchronize()
+        return draws.results()
 
 
-def _sample_on_device(
-    logits: torch.Tensor, states: Sequence[SamplerState], positions: Sequence[int]
-) -> list[Sampled | SampleFault]:
-    from genbatch.nif.kernels.sample import NONE, draw_tokens, edit_logits
+class LateDraws:
+    """Draws that were launched and not read: the host may do other work until the device has made them.
 
-    raw = logits
-    if any(state.edits for state in states):
-        logits = edit_logits(logits, [row_edits(state) for state in states])
-        forbid(logits, [state.constraint for state in states])
-    draws = DrawTable([state.params for state in states]).at(positions)
-    tokens = draw_tokens(logits, draws.to(logits.device, non_blocking=True))
-    healthy = raw.amax(dim=1).isfinite()
-    host = torch.stack((tokens, healthy.long())).tolist()
-    results: list[Sampled | SampleFault] = []
-    for state, token, fine in zip(states, *host, strict=True):
-        if not fine:
-            results.append(SampleFault(NOT_FINITE))
-        elif token == NONE:
-            results.append(nothing_left(state))
-        else:
-            results.append(Sampled(token))
-    return _with_logprobs(raw, states, results)
+    The arguments are those of `sample`. They are not needed after the constructor.
+    """
+
+    def __init__(self, logits: torch.Tensor, states: Sequence[SamplerState], positions: Sequence[int]) -> None:
+        from genbatch.nif.kernels.sample import draw_tokens, edit_logits
+
+        device = logits.device
+        self._states = states
+        raw = logits
+        if any(state.edits for state in states):
+            logits = edit_logits(logits, [row_edits(state) for state in states])
+            forbid(logits, [state.constraint for state in states])
+        table = DrawTable([state.params for state in states]).at(positions)
+        self.tokens = draw_tokens(logits, sent(table.numpy(), device))  # [R] int64 on the device
+        self._parts = [torch.stack((self.tokens, raw.amax(dim=1).isfinite().long()))]
+        self._scored = [row for row, state in enumerate(states) if state.params.logprobs is not None]
+        if self._scored:
+            self._parts += self._scores(raw)
+        self._host: list[torch.Tensor] = []
+
+    def send(self) -> None:
+        """Launch the copies of the results to the host."""
+        for part in self._parts:
+            host = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.device.type == "cuda")
+            host.copy_(part, non_blocking=True)
+            self._host.append(host)
+
+    def results(self) -> list[Sampled | SampleFault]:
+        """Return a token or a fault for each row. Call this once the copies have arrived."""
+        from genbatch.nif.kernels.sample import NONE
+
+        results: list[Sampled | SampleFault] = []
+        for state, token, is_finite in zip(self._states, *self._host[0].tolist(), strict=True):
+            if not is_finite:
+                results.append(SampleFault(NOT_FINITE))
+            elif token == NONE:
+                results.append(nothing_left(state))
+            else:
+                results.append(Sampled(token))
+        if self._scored:
+            for row, ids, values in zip(self._scored, *(part.tolist() for part in self._host[1:]), strict=True):
+                number, result = self._states[row].params.logprobs, results[row]
+                if isinstance(result, Sampled):
+                    assert number is not None
+                    top = tuple(zip(ids[1 : 1 + number], values[1 : 1 + number], strict=True))
+                    results[row] = Sampled(result.token_id, values[0], top)
+        return results
+
+    def _scores(self, logits: torch.Tensor) -> list[torch.Tensor]:
+        """Return ids and log-probabilities by the model's own logits: the drawn token's, then the likeliest ones'."""
+        from genbatch.nif.kernels.sample import gather_logprobs
+
+        rows = sent(np.array(self._scored, np.int64), logits.device)
+        scored = logits[rows]
+        # A row without a token is scored too, and its scores are not read.
+        ids = self.tokens[rows].clamp_min(0)[:, None]
+        most = min(max(self._states[row].params.logprobs or 0 for row in self._scored), logits.shape[1])
+        if most:
+            # Shift the logits so that none is above 0, as `ranked` requires; ties then rank as on the host.
+            below_best = scored - scored.amax(dim=1, keepdim=True)
+            ids = torch.cat((ids, ranked(pad_to_chunks(below_best), most)[1]), dim=1)
+        return [ids, gather_logprobs(scored, ids)]
 
 
 def row_edits(state: SamplerState) -> "RowEdits":
@@ -516,33 +563,3 @@ def row_edits(state: SamplerState) -> "RowEdits":
     added[biased] += bias
     added[place[len(counts) + len(bias_ids) :]] = -np.inf
     return ids, factors, added
-
-
-def _with_logprobs(
-    logits: torch.Tensor, states: Sequence[SamplerState], results: list[Sampled | SampleFault]
-) -> list[Sampled | SampleFault]:
-    """Add log-probabilities of the model's own logits to the rows that report them."""
-    from genbatch.nif.kernels.sample import gather_logprobs
-
-    wanted = [
-        (row, result.token_id, number)
-        for row, (state, result) in enumerate(zip(states, results, strict=True))
-        if isinstance(result, Sampled) and (number := state.params.logprobs) is not None
-    ]
-    if not wanted:
-        return results
-    rows = [row for row, _, _ in wanted]
-    chosen_logits = logits[rows]
-    chosen = torch.tensor([[token] for _, token, _ in wanted], device=logits.device)
-    most = min(max(number for _, _, number in wanted), logits.shape[1])
-    ids = chosen
-    if most:
-        # Shift the logits so that none is above 0, as `ranked` requires; ties then rank as on the host.
-        below_best = chosen_logits - chosen_logits.amax(dim=1, keepdim=True)
-        ids = torch.cat((chosen, ranked(pad_to_chunks(below_best), most)[1]), dim=1)
-    logprobs = gather_logprobs(chosen_logits, ids)
-    results = list(results)
-    for (row, token, number), names, values in zip(wanted, ids.tolist(), logprobs.tolist(), strict=True):
-        top = tuple(zip(names[1 : 1 + number], values[1 : 1 + number], strict=True))
-        results[row] = Sampled(token, values[0], top)
-    return results

@@ -1,6 +1,7 @@
 """What a decode step costs on the host when the forward costs nothing: CPU time a step, by thread.
 
     python tests/benchmarks/host_cost.py --sequences 1 8 32
+    python tests/benchmarks/host_cost.py --sequences 256 --forward-ms 11    # beside a GPU: the event loop keeps up
 
 Real are the tokenizer, the KV bookkeeping, the scheduler, the Batcher and its streams; the runner's forward returns
 logits that were made before. CPU time is per thread, so other programs on the machine matter little. "loop" is the
@@ -38,7 +39,8 @@ class IdleRunner:
     quantize = "none"
     device = torch.device("cpu")
 
-    def __init__(self, model: Model, max_rows: int) -> None:
+    def __init__(self, model: Model, max_rows: int, forward_s: float = 0.0) -> None:
+        self._forward_s = forward_s
         self.vocab_size = model.vocab_size
         self.groups = model.groups
         logits = torch.randn(max_rows, model.vocab_size, generator=torch.Generator().manual_seed(1))
@@ -57,6 +59,7 @@ class IdleRunner:
 
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
         """The prepared logits."""
+        time.sleep(self._forward_s)  # as a thread that waits for a GPU
         if batch.max_query_len == 1:
             self.decodes += 1
             self.last = time.thread_time()
@@ -97,7 +100,7 @@ async def one_stream(ref: ActorRef, request: GenerateRequest, streamed: Callable
 
 async def run(model: Model, sequences: int, arguments: argparse.Namespace) -> tuple[float, float]:
     """Microseconds a decode step on the event loop's thread and on the model's."""
-    runner = IdleRunner(model, sequences)
+    runner = IdleRunner(model, sequences, arguments.forward_ms / 1000)
     blocks = [sequences * (arguments.prompt + arguments.new + 32) // 16 for _ in runner.groups]
     options = BatcherOptions(n_parallel=sequences, batch_timeout=1000.0, max_batch_tokens=8192, max_held_prompts=0)
     params = {"temperature": arguments.temperature, "repetition_penalty": arguments.repetition_penalty}
@@ -134,6 +137,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--repetition-penalty", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--forward-ms", type=float, default=0.0, help="that a forward takes without computing")
     parser.add_argument("--profile", choices=("loop", "model"), help="show where one thread's time goes instead")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

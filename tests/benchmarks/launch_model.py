@@ -2,6 +2,8 @@
 
     python -m tests.benchmarks.launch_model                         # Qwen3-0.6B's and Llama-3.1-8B's shapes
     python -m tests.benchmarks.launch_model --models qwen3-0.6b --rows 1 64 --context 4096 --quantize int4
+    python -m tests.benchmarks.launch_model --kv-bytes 1            # if keys and values took 8 bits
+    python -m tests.benchmarks.launch_model --shared 512            # if positions that all rows share were read once
 
 The runner's own code runs over a GPU that computes nothing (`tests/nif/runners/fake_gpu.py`); every launch is counted
 with the bytes of its arguments. A launch takes as long as its bytes or its products, whichever is longer, and no less
@@ -38,6 +40,8 @@ class Card:
     kernel_s: float = 1.5e-6  # to begin and end a kernel inside a graph
     launch_s: float = 16e-6  # for the host to launch one, Python and Triton included
     own_share: float = 0.7  # of the bandwidth that our own kernels reach: assumed, until one has run
+    kv_share: float = 1.0  # of the bytes of keys and values: 0.5 for 8 bits
+    shared: int = 0  # positions that all rows share, and that attention reads once: nothing does so yet
     pass_s: float = 1.2e-6  # for one block to weigh a chunk of candidates and sum it three times: assumed, too
 
 
@@ -84,13 +88,14 @@ def decode_step(config: PreTrainedConfig, rows: int, context: int, quantize: str
     return made
 
 
-def bytes_of(operation: Operation, rows: int, context: int) -> float:
+def bytes_of(operation: Operation, rows: int, context: int, card: Card) -> float:
     """Bytes that a launch moves: of what it gathers from, only what it gathers."""
     total = 0.0
     for name, shape, nbytes, _ in operation.arguments:
         if name in ("key_ptr", "value_ptr"):
             per_position = nbytes / (shape[0] * shape[2])
-            total += per_position * rows * (context if "attention" in operation.name else 1)
+            read = rows * context - (rows - 1) * min(card.shared, context)
+            total += card.kv_share * per_position * (read if "attention" in operation.name else rows)
         elif name in ("table_ptr", "cos_ptr", "sin_ptr") and "attention" not in operation.name:
             total += nbytes / shape[0] * rows
         elif name in ("partial_ptr", "stats_ptr"):
@@ -114,7 +119,7 @@ def predict(operations: Sequence[Operation], rows: int, context: int, card: Card
     launches: Counter[str] = Counter()
     nbytes = graph_s = eager_s = 0.0
     for operation in operations:
-        moved = bytes_of(operation, rows, context)
+        moved = bytes_of(operation, rows, context, card)
         is_copy_in = "copy over" in operation.name
         share = 1.0 if "aten" in operation.name or "copy" in operation.name else card.own_share
         seconds = max(moved / (card.bytes_per_s * share), products_of(operation) / card.products_per_s)
@@ -145,14 +150,17 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 16, 64, 256])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--quantize", choices=["none", "int8", "fp8", "int4"], default="none")
+    parser.add_argument("--kv-bytes", type=int, choices=[1, 2], default=2, help="of an element of keys and values")
+    parser.add_argument("--shared", type=int, default=0, help="positions that all rows share")
     chosen = parser.parse_args()
+    card = Card(kv_share=chosen.kv_bytes / 2, shared=chosen.shared)
     print("Predicted for one H200, greedy; nothing of it is measured.\n")
     print("| model | rows | launches | GB | step in a graph | tok/s | step eager | tok/s |")
     print("|---|---|---|---|---|---|---|---|")
     for name in chosen.models:
         for rows in chosen.rows:
             operations = decode_step(SHAPES[name](), rows, chosen.context, chosen.quantize)
-            one = predict(operations, rows, chosen.context, Card())
+            one = predict(operations, rows, chosen.context, card)
             print(
                 f"| {name} | {rows} | {one.total} | {one.nbytes / 1e9:.2f} | {one.graph_s * 1e3:.2f} ms | "
                 f"{rows / one.graph_s:,.0f} | {one.eager_s * 1e3:.2f} ms | {rows / one.eager_s:,.0f} |",

@@ -176,6 +176,15 @@ ENGINE_GUARDS = (
         "one bad row costs all others their token",
     ),
     Mutation(
+        "a sampler's fault is its row's, in an overlapped step too",
+        replaced_by("raise"),
+        (
+            "nif/test_overlapped_run.py::"
+            "test_a_sampler_that_raises_beside_others_fails_its_own_row_of_an_overlapped_run",
+        ),
+        "one bad row costs all others their step",
+    ),
+    Mutation(
         "a caller's function",
         catches_only("KeyError"),
         ("actors/batcher/test_answers.py::test_an_on_token_that_raises_ends_its_own_request_only",),

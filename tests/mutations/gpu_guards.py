@@ -29,6 +29,15 @@ GPU_GUARDS = (
         "a caller gets another step's tokens",
     ),
     Mutation(
+        "the next step reads the tokens that were drawn again",
+        dropped,
+        (
+            "nif/runners/test_launches.py::"
+            "test_rows_that_depend_on_the_output_are_drawn_again_as_single_steps_draw_them",
+        ),
+        "a step continues a token that no caller got",
+    ),
+    Mutation(
         "staging memory is filled when it has been copied",
         dropped,
         (f"{ORDER}test_chunks_of_a_prompt_that_nobody_waits_for_are_ordered",),

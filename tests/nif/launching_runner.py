@@ -1,7 +1,8 @@
 """A runner that launches steps as a GPU's would, in plain torch: each is computed at once and its tokens kept back."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import torch
 
@@ -9,15 +10,25 @@ from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runner import Launched, RaggedBatch
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.nif.sampling.draw import SamplingParams, draw
+from genbatch.nif.sampling.sampler import Sampled, SamplerState, sample
 
 
 class LaunchedTokens:
     """A launched step's tokens. Implements `Launched`."""
 
-    def __init__(self, number: int, tokens: list[int | None], on_wait: Callable[[int], None]) -> None:
+    def __init__(
+        self, number: int, logits: torch.Tensor, tokens: list[int | None], on_wait: Callable[[int], None]
+    ) -> None:
         self.number = number
         self.tokens = tokens
+        self._logits = logits
         self._on_wait = on_wait
+
+    def redraw(self, rows: Sequence[int], states: Sequence[SamplerState], positions: Sequence[int]) -> SimpleNamespace:
+        draws = sample(self._logits[list(rows)], states, positions)
+        for row, drawn in zip(rows, draws, strict=True):
+            self.tokens[row] = drawn.token_id if isinstance(drawn, Sampled) else None
+        return SimpleNamespace(results=lambda: draws)
 
     def wait(self) -> list[int | None]:
         self._on_wait(self.number)
@@ -52,7 +63,7 @@ class LaunchingTorchRunner(TorchRunner):
             batch = dataclasses.replace(batch, input_ids=torch.tensor([token or 0 for token in after.tokens]))
         logits = self.forward(batch)
         self.spoil(self.launches, logits)
-        return LaunchedTokens(self.launches, _draw(logits, draws), self._wait)
+        return LaunchedTokens(self.launches, logits, _draw(logits, draws), self._wait)
 
     def _wait(self, launch: int) -> None:
         self.gate(launch)

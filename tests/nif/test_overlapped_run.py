@@ -1,12 +1,13 @@
 """OverlappedRun against single steps: the same tokens and KV, launched one step earlier, and nothing left behind."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 
 from genbatch.nif.context import Context
-from genbatch.nif.context.runs import DecodeRun, OverlappedRun
+from genbatch.nif.context.runs import OverlappedRun
 from genbatch.nif.errors import DeviceFault, OutOfBlocks
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runner import Entry
@@ -227,24 +228,71 @@ def test_a_shared_last_block_is_copied_before_a_run_writes_to_it(tiny_model: Tin
     context.kv.check_integrity()
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"repetition_penalty": 1.3},
-        {"presence_penalty": 0.2},
-        {"logit_bias": {5: 1.0}},
-        {"logprobs": 0},
-        {"min_tokens": 3, "suppress": frozenset({2})},
-    ],
-    ids=lambda settings: next(iter(settings)),
-)
-def test_draws_that_follow_the_output_wait_for_it(tiny_model: TinyModel, settings: dict[str, object]) -> None:
-    params = [SamplingParams(seed=0), SamplingParams(seed=0, **settings)]  # type: ignore[arg-type]
+DEPENDENT = [
+    {"repetition_penalty": 1.8},
+    {"presence_penalty": 1.5, "temperature": 0.9},
+    {"logit_bias": {5: 30.0}},
+    {"logprobs": 2},
+    {"min_tokens": 3, "suppress": frozenset(range(200))},
+]
+
+
+@pytest.mark.parametrize("settings", DEPENDENT, ids=lambda settings: next(iter(settings)))
+def test_a_row_that_depends_on_the_output_takes_no_overlap_from_the_batch(
+    tiny_model: TinyModel, settings: dict[str, object]
+) -> None:
+    params = [SamplingParams(seed=0), SamplingParams(seed=0, **settings), GREEDY[2]]  # type: ignore[arg-type]
+    context, _ = begin(tiny_model("llama"), params)
+    entries, states, expected = first_entries(params), states_of(params), []
+    for _ in range(6):
+        expected.append(context.step(entries, states, with_logits=False)[1])
+        for state, token in zip(states, ids(expected[-1]), strict=True):
+            state.accept(token)
+        entries = [
+            Entry(entry.seq_id, [token], entry.n_past + 1)
+            for entry, token in zip(entries, ids(expected[-1]), strict=True)
+        ]
+    assert expected != single_steps(begin(tiny_model("llama"), GREEDY[:3])[0], GREEDY[:3], 6)
     context, runner = begin(tiny_model("llama"), params)
-    run = context.decode_run(first_entries(params), states_of(params), max_steps=3)
-    assert isinstance(run, DecodeRun)
-    run.step()
-    assert runner.launches == 0
+    states = states_of(params)
+    run = context.decode_run(first_entries(params), states, max_steps=6)
+    assert isinstance(run, OverlappedRun)
+    for step in range(6):
+        drawn = run.step()
+        assert drawn == expected[step]
+        assert run.is_ahead == (step < 5)
+        for state, token in zip(states, ids(drawn), strict=True):
+            state.accept(token)
+    run.close()
+    assert runner.trace[:4] == [("launch", 1), ("launch", 2), ("wait", 1), ("launch", 3)]
+    context.kv.check_integrity()
+
+
+class Broken:
+    """A constraint whose mask cannot be made. Implements `Constraint`."""
+
+    fault = None
+    is_slow = False
+
+    def accept(self, token_id: int) -> None:
+        """Nothing to keep."""
+
+    def prepare(self) -> None:
+        raise RuntimeError("no mask")
+
+
+def test_a_sampler_that_raises_beside_others_fails_its_own_row_of_an_overlapped_run(tiny_model: TinyModel) -> None:
+    params = [SamplingParams(seed=0), SamplingParams(seed=0), SamplingParams(seed=0, logprobs=1)]
+    context, _ = begin(tiny_model("llama"), params)
+    states = states_of(params)
+    broken: Any = Broken()
+    states[1] = SamplerState(params[1], (), broken)
+    run = context.decode_run(first_entries(params), states, max_steps=3)
+    drawn = run.step()
+    run.close()
+    assert [draw.failed for draw in drawn] == [False, True, False]
+    assert isinstance(drawn[1], SampleFault) and "no mask" in drawn[1].reason
+    assert isinstance(drawn[2], Sampled) and drawn[2].logprob is not None
 
 
 def test_a_device_that_fails_is_not_taken_for_a_step_that_left_no_trace(tiny_model: TinyModel) -> None:

@@ -5,6 +5,7 @@ import re
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ import trio
 import trio.testing
 
 from genbatch.actors.batcher.arrivals import MAX_REST_S, Grammars
+from genbatch.actors.batcher.journal import Decoded
 from genbatch.nif.context.engine import choose_runner
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.models.loaded_model import Model
@@ -83,6 +85,25 @@ async def batcher(model: Model, *, num_blocks: int = 256, **changed: Any) -> Asy
         **{"batch_timeout": 0.0, "max_batch_tokens": 64, **changed},
     ) as bench:
         yield bench
+
+
+@pytest.mark.trio
+async def test_a_grammar_does_not_take_runs_without_plans_from_the_batch(tiny_model: TinyModel) -> None:
+    async with batcher(tiny_model("llama")) as bench:
+        stepper, num_grammars = bench.actor.stepper, []
+        decoded = stepper.decoded
+
+        def note(step: Decoded) -> bool:
+            num_grammars.append(sum(planned.owner.constraint is not None for planned in step.run.batch))
+            return decoded(step)
+
+        stepper.decoded = note  # type: ignore[method-assign]
+        wanted = {"type": "string", "minLength": 30, "maxLength": 30}
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(bench.generate, max_tokens=30, ignore_eos=True))
+            result = await bench.generate(response_format=schema_format(wanted), temperature=1.0, seed=1)
+    assert len(json.loads(result.text)) == 30
+    assert 1 in num_grammars, "no run had the sequence with a grammar"
 
 
 def schema_format(schema: object) -> ResponseFormat:

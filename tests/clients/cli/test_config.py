@@ -201,7 +201,7 @@ def test_every_limit_of_requests_is_named_in_the_help_of_its_flag() -> None:
 
 def test_the_page_of_options_has_the_table_that_the_command_prints() -> None:
     table = run("--markdown").output
-    assert table == markdown_table() and "| `n_parallel` | 8 | sequences decoded at once |" in table
+    assert table == markdown_table() and "| `n_parallel` | 8 | sequences decoded at once. A GPU" in table
     assert table in PAGE.read_text(), "paste what `genbatch config --markdown` prints"
 
 

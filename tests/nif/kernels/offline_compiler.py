@@ -9,6 +9,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,10 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 SHARED_MEMORY = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}
-"""KiB that one program may use, by compute capability."""
+"""KiB that one program may use, by compute capability. A multiprocessor has one more."""
+
+target: ContextVar[int] = ContextVar("target", default=90)
+"""The compute capability that `record` compiles for."""
 
 _TYPES = {
     torch.float64: "fp64",
@@ -33,11 +37,11 @@ _TYPES = {
     torch.int8: "i8",
     torch.float8_e4m3fn: "fp8e4nv",
 }
-_OPTIONS = ("num_warps", "num_stages")
+_OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
 
 _WIDE_LOAD = re.compile(r"cp\.async\.c[ag]\.shared\.global[^;]*,\s*0x10|ld\.global\S*\.v4\.b32|ld\.global\S*\.v2\.b64")
-_ASYNC_COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global")
+_ASYNC_COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global[^;]*,\s*0x10")
 _MATRIX_PRODUCTS = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma": "mma.sync"}
 
 
@@ -51,7 +55,7 @@ class Compiled:
     registers: int  # a thread
     spilled: int  # bytes of them
     loads_wide: bool  # whether any load takes 16 bytes
-    copies: int  # asynchronous ones in the code, each of several bytes of every thread
+    copies: int  # asynchronous ones in the code, each of 16 bytes of every thread
     products: str  # which instruction multiplies matrices, "" where none does
 
 
@@ -125,7 +129,9 @@ def record(capability: int, *, compiles: bool = True) -> Iterator[list[Compiled]
         compiled.append(Compiled(self.__name__, key, shared, registers, spilled, wide, copies, products))
 
     JITFunction.run = compile_only
+    before = target.set(capability)
     try:
         yield compiled
     finally:
+        target.reset(before)
         JITFunction.run = launch

@@ -18,6 +18,7 @@ from genbatch.nif.kernels.linear import (
     linear_tile,
     pack,
     unpack,
+    unpacked,
 )
 from tests.nif.kernels import reference
 
@@ -156,3 +157,11 @@ def test_4_bits_are_a_quarter_of_what_16_are() -> None:
     weight = torch.zeros((256, 4096), dtype=torch.bfloat16)
     assert pack(weight, None, "int4").nbytes < 0.33 * weight.nbytes
     assert pack(weight, None, "int8").nbytes < 0.51 * weight.nbytes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("inputs", [24, 192, 1100])
+def test_weights_that_are_unpacked_for_the_library_are_the_twins(device: Any, kind: str, inputs: int) -> None:
+    weight = pack(random(5, inputs, seed=1, device=device), None, kind)
+    assert unpacked(weight, torch.float32).equal(unpack(weight))
+    assert unpacked(weight, torch.float16).equal(unpack(weight).half()) or kind == "none"

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -200,6 +202,42 @@ def test_a_chunk_longer_than_a_tile_sees_all_earlier_positions(device):
     for in_order in (False, True):
         check(case, share=SHARED, in_order=in_order, scale=0.25)
         check(case, share=SHARED, in_order=in_order, scale=0.25, window=9)
+
+
+def test_a_chunk_behind_many_keys_compares_positions_at_its_edge_only(device):
+    """Tiles of 16 keys: nine that all rows of a tile see, and two that some do not."""
+    case = make_case(
+        [(20, 170), (3, 33)], kv_heads=2, group=2, head_size=16, block_size=4, dtype=torch.float32, device=device
+    )
+    check(case, scale=0.25)
+    check(case, scale=0.25, softcap=3.0)
+    # An id outside the pool is not read there either: its block counts for nothing.
+    damaged = dataclasses.replace(case, block_table=case.block_table.clone())
+    damaged.block_table[0, 3] = 2**31 - 1
+    expected = reference.paged_attention(*without_block(case, 0, 3).tensors(), scale=0.25)
+    torch.testing.assert_close(attend(damaged, scale=0.25)[:20], expected[:20], rtol=2e-5, atol=2e-5)
+
+
+def without_block(case, sequence, column):
+    """The case without a block that lies before all of a sequence's queries."""
+    table, kv_lens = case.block_table.clone(), case.kv_lens.clone()
+    table[sequence, column:-1] = case.block_table[sequence, column + 1 :]
+    kv_lens[sequence] -= case.key_cache.shape[2]
+    return dataclasses.replace(case, block_table=table, kv_lens=kv_lens)
+
+
+@triton.jit
+def _places_kernel(out_ptr, KV_HEADS: tl.constexpr):
+    tile, kv_head = paged_attention_module.place_of_chunk(KV_HEADS)
+    tl.store(out_ptr + tl.program_id(0) * 2, tile)
+    tl.store(out_ptr + tl.program_id(0) * 2 + 1, kv_head)
+
+
+def test_the_tile_with_the_most_keys_of_a_prompt_comes_first(device):
+    """Programs start in order, and a step is over when the last one ends."""
+    out = torch.full((6, 2), -1, dtype=torch.int32, device=device)
+    _places_kernel[(6,)](out, KV_HEADS=2)
+    assert out.tolist() == [[2, 0], [2, 1], [1, 0], [1, 1], [0, 0], [0, 1]]
 
 
 def test_a_padding_row_yields_zeros(device):

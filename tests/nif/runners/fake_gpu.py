@@ -44,6 +44,7 @@ _WRITTEN = {
     "_chunk_attention_kernel": {"out_ptr"},
     "_decode_attention_kernel": {"out_ptr", "partial_ptr", "stats_ptr"},
     "_join_shares_kernel": {"out_ptr"},
+    "_unpack_kernel": {"out_ptr"},
     "_rope_cache_kernel": {"query_ptr", "key_ptr", "value_ptr"},
     "_write_kv_kernel": {"key_cache_ptr", "value_cache_ptr"},
     "_add_rms_norm_kernel": {"out_ptr", "residual_ptr"},
@@ -169,6 +170,11 @@ class FakeEvent:
         if stream is None:
             self.gpu.check_current("an event")
         self.clock = dict((stream or self.gpu.current).clock)
+
+    def elapsed_time(self, later: "FakeEvent") -> float:
+        """As many milliseconds as operations were launched on the current stream."""
+        number = self.gpu.current.number
+        return float(later.clock.get(number, 0) - self.clock.get(number, 0))
 
     def synchronize(self) -> None:
         self.gpu.wait(self.clock)

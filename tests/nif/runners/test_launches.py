@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -43,6 +43,7 @@ class EagerStep:
     """Stands for a captured graph: holds its inputs' place, and computes anew at each replay."""
 
     captured = 0
+    times: ClassVar[dict[str, float]] = {}
 
     def __init__(self, sample: DecodeStep, decode: Any, upload: BatchUpload, place: Any) -> None:
         EagerStep.captured += 1
@@ -54,6 +55,10 @@ class EagerStep:
     def replay(self) -> torch.Tensor:
         logits: torch.Tensor = self._decode(self._step)
         return logits
+
+    def seconds(self) -> float:
+        """As long as a test says."""
+        return EagerStep.times[self._decode.keywords["products"]]
 
     def finish(self) -> None:
         """Nothing goes on by itself here."""
@@ -144,6 +149,69 @@ def test_h14_h15_steps_launched_through_padded_graphs_draw_the_same(
     assert EagerStep.captured == before + 2
     [expected_logits] = plain_context.eval([Entry(0, [7], plain_context.kv.length(0))])
     torch.testing.assert_close(logits, expected_logits)
+
+
+def test_rows_that_depend_on_the_output_are_drawn_again_as_single_steps_draw_them(
+    tiny_model: Any, eager_graphs: Any
+) -> None:
+    params = [SamplingParams(seed=1, repetition_penalty=3.0), SamplingParams(seed=2, temperature=1.2, logprobs=2)]
+
+    def begin(graphed: bool) -> tuple[Context, list[Entry], list[SamplerState]]:
+        runner = TritonRunner(tiny_model("llama"))
+        context, entries, _ = begun(tiny_model("llama"), runner)
+        if graphed:
+            eager_graphs(runner, GraphOptions(q_padding_interval_size=4, max_batch_size=4))
+        return context, entries, [SamplerState(*one) for one in zip(params, PROMPTS, strict=True)]
+
+    def accept(states: list[SamplerState], drawn: list[Any]) -> None:
+        for state, draw in zip(states, drawn, strict=True):
+            state.accept(draw.token_id)
+
+    context, entries, states = begin(graphed=False)
+    expected = []
+    for _ in range(STEPS):
+        expected.append(context.step(entries, states, with_logits=False)[1])
+        accept(states, expected[-1])
+        entries = [
+            Entry(e.seq_id, [draw.token_id], e.n_past + 1) for e, draw in zip(entries, expected[-1], strict=True)
+        ]
+    context, entries, states = begin(graphed=True)
+    run = context.decode_run(entries, states, max_steps=STEPS)
+    for step in range(STEPS):
+        drawn = run.step()
+        accept(states, drawn)
+        assert [draw.token_id for draw in drawn] == [draw.token_id for draw in expected[step]]
+        assert drawn[1].logprob == pytest.approx(expected[step][1].logprob, abs=1e-4)
+        assert [token for token, _ in drawn[1].top] == [token for token, _ in expected[step][1].top]
+    run.close()
+
+
+def test_the_faster_products_are_captured_and_timed_once_for_a_number_of_rows(
+    tiny_model: Any, eager_graphs: Any, plain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, (expected, _) = tiny_model("llama"), plain("lean", "llama")
+    runner = TritonRunner(model)
+    context, entries, states = begun(model, runner)
+    options = GraphOptions(q_padding_interval_size=4, kv_padding_interval_size=8, max_batch_size=4)
+    eager_graphs(runner, options)
+    cpu, limits, lean = torch.device("cpu"), runner._limits, runner._lean
+    assert limits is not None and lean is not None
+    graphs = DecodeGraphs(options, runner._decode, runner._drawn, runner._upload, limits, cpu, lean.products)
+    runner._launches = Launches(cpu, runner._drawn, runner._upload, runner._decode, graphs)
+    monkeypatch.setattr(EagerStep, "times", {"own": 2.0, "library": 1.0})
+    taken: list[str | None] = []
+    takes_own = lean._takes_own
+
+    def noted(step: LeanStep) -> bool:
+        taken.append(step.products)
+        return takes_own(step)
+
+    monkeypatch.setattr(lean, "_takes_own", noted)
+    before = EagerStep.captured
+    assert run_of(context, entries, states) == expected
+    assert EagerStep.captured == before + 3  # two for the first length, and for the next length the faster one only
+    assert taken[:2] == ["own", "library"]
+    assert {*taken[2:]} == {"library"}
 
 
 def decodes(token: int, position: int = 2) -> RaggedBatch:

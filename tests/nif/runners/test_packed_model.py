@@ -9,9 +9,11 @@ import pytest
 import torch
 import triton
 
+from genbatch.nif.context import Context
 from genbatch.nif.errors import OptionError
-from genbatch.nif.kernels.linear import unpack
+from genbatch.nif.kernels.linear import PackedWeight, unpack, unpacked
 from genbatch.nif.models.model import load_model
+from genbatch.nif.runners import lean_llama
 from genbatch.nif.runners.lean_llama import is_packed, pack_model
 from genbatch.nif.runners.triton_runner import TritonRunner
 from tests.nif.models.quantised_files import make_checkpoint
@@ -49,6 +51,37 @@ def test_packed_weights_are_the_only_ones_and_every_new_runner_reads_the_same(
         assert runner.forward(step).equal(expected)
         assert runner.quantize == kind
         runner.close()
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_long_prompt_of_a_packed_model_has_the_librarys_products_and_the_same_logits(
+    tiny_model_dir: Callable[[str], Path], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = pack_model(
+        load_model(str(tiny_model_dir("qwen3")), dtype="float32", n_gpu_layers=0), kind, torch.device("cpu")
+    )
+    monkeypatch.setattr(lean_llama, "_FEW_ROWS", 4)
+    prompt = [3 + 7 * index for index in range(6)]
+    logits, launched, budget = {}, {}, {}
+    for in_order in (False, True):
+        runner = TritonRunner(model, quantize=kind, batch_invariant=in_order)
+        context = Context(model, runner, n_ctx=16, n_parallel=1, block_size=16)
+        assert runner._lean is not None
+        unpackings: list[torch.Size] = []
+
+        def noted(weight: PackedWeight, dtype: torch.dtype, unpackings: list[torch.Size] = unpackings) -> torch.Tensor:
+            unpackings.append(weight.data.shape)
+            return unpacked(weight, dtype)
+
+        monkeypatch.setattr(lean_llama, "unpacked", noted)
+        logits[in_order] = context.prefill(prompt, 0, 0)
+        launched[in_order] = len(unpackings)
+        assert (runner._lean.unpacked_bytes > 0) == (not in_order)
+        budget[in_order] = runner.own_bytes(1, 16) - runner._lean.unpacked_bytes
+        context.close()
+    assert budget[False] == budget[True], "the pool leaves room for the largest weight"
+    assert launched == {False: 4 * len(model.layers), True: 0}
+    torch.testing.assert_close(logits[False], logits[True], rtol=1e-4, atol=1e-4)
 
 
 def test_a_model_of_another_family_is_not_packed(tiny_model_dir: Callable[[str], Path]) -> None:

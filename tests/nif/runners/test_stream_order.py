@@ -135,6 +135,36 @@ def test_a_launch_does_not_wait_for_the_device() -> None:
         run.close()
 
 
+@pytest.mark.parametrize("graphs", GRAPHS[:2])
+def test_rows_that_depend_on_the_output_are_drawn_in_order_and_without_waiting(graphs: GraphOptions | None) -> None:
+    gpu = FakeGpu()
+    with gpu.active():
+        context, entries, states = begun(gpu, 3, graphs=graphs)
+        states = [
+            states[0],
+            SamplerState(SamplingParams(seed=0, repetition_penalty=1.5, logit_bias={3: 1.0}), [1, 2]),
+            SamplerState(SamplingParams(seed=0, logprobs=2), ()),
+        ]
+        run = context.decode_run(entries, states, max_steps=9)
+        for _ in range(4):
+            run.step()
+            newest = gpu.default.clock[gpu.default.number]
+            assert gpu.host.get(gpu.default.number, 0) < newest, "the step ahead was waited for"
+        run.close()
+        context.close()
+    assert "_edit_kernel" in {operation.name for operation in gpu.operations}
+
+
+def test_a_chunk_of_a_prompt_that_draws_nothing_is_not_waited_for() -> None:
+    gpu = FakeGpu()
+    with gpu.active():
+        context, _, _ = begun(gpu, 1)
+        for start in range(3, 83, 20):
+            context.eval([Entry(0, [5] * 20, start, Logits.NONE)])
+        assert gpu.host.get(gpu.default.number, 0) < gpu.default.clock[gpu.default.number]
+        context.close()
+
+
 def test_h14_all_sizes_are_captured_on_one_stream() -> None:
     """cuBLAS keeps a workspace for each stream, and no budget has room for one per graph."""
     made = []
@@ -149,9 +179,11 @@ def test_h14_all_sizes_are_captured_on_one_stream() -> None:
 
 def test_rows_are_sampled_on_the_device_of_their_logits() -> None:
     gpu = FakeGpu()
-    with gpu.active(), pytest.raises(WaitsForDevice):  # it reads the tokens, behind all kernels
+    with gpu.active():
         params = SamplingParams(seed=0, repetition_penalty=1.5, logprobs=2)
-        sample(gpu.on_gpu((1, 320), torch.float32), [SamplerState(params, [1, 2])], [3])
+        [drawn] = sample(gpu.on_gpu((1, 320), torch.float32), [SamplerState(params, [1, 2])], [3])
+        assert gpu.host[gpu.default.number] == gpu.default.clock[gpu.default.number], "it reads what has arrived"
+    assert drawn.failed  # nothing has content here, so no row is finite
     assert {"_edit_kernel", "_sample_kernel"} <= {operation.name for operation in gpu.operations}
 
 
