@@ -134,10 +134,17 @@ class EngineOptions:
         block_size: positions in a KV block; transformers calls it page_size.
         cap_per_sequence: limit a sequence to n_ctx / n_parallel positions.
         allow_block_sharing: reuse finished blocks by content (the prefix cache).
+        prefix_cache_dir: a folder for the prefix cache's blocks, so that prompts of before a restart are not evaluated
+            again. Only this user may write to it. Off if not given. For the native runner, and models without windows
+            and recurrent layers.
+        prefix_cache_space: GiB that the folder may take; the blocks that were used longest ago are removed.
         lora: a LoRA adapter to load, as NAME=DIR: the name that requests give as their model, and a directory that PEFT
             wrote. More adapters can be loaded while the service runs.
         max_loras: most adapters at the same time.
         max_lora_rank: the largest rank of an adapter.
+        weights_cache: GiB on disk for packed weights, all models together; 0 keeps none. The next engine maps them and
+            so starts at once, and engines of the same model share them in memory. The files that were used longest ago
+            are removed. They are in the cache directory ($GENBATCH_CACHE), for the native runner alone.
         draft: a smaller model with the same vocabulary, named like `model_path`. It guesses several tokens while at
             most four requests decode, and a step of the model verifies them. Answers do not change. Drafting stops
             where it does not pay. Needs the native runner.
@@ -167,9 +174,12 @@ class EngineOptions:
     block_size: int = 16
     cap_per_sequence: bool = False
     allow_block_sharing: bool = True
+    prefix_cache_dir: str = ""
+    prefix_cache_space: float = 8.0
     lora: Sequence[str] = ()
     max_loras: int = 32
     max_lora_rank: int = 128
+    weights_cache: float = 8.0
     draft: str = ""
 
     def __post_init__(self) -> None:
@@ -191,8 +201,8 @@ class EngineOptions:
         for option in ("block_size", "tensor_parallel", "max_loras", "max_lora_rank"):
             if getattr(self, option) < 1:
                 raise OptionError(option, f"must be at least 1, not {getattr(self, option)}")
-        for option in ("n_threads", "main_gpu"):
-            if getattr(self, option) < 0:
+        for option in ("n_threads", "main_gpu", "weights_cache", "prefix_cache_space"):
+            if not getattr(self, option) >= 0:  # also refuses NaN
                 raise OptionError(option, f"must be at least 0, not {getattr(self, option)}")
         if isinstance(self.lora, str):
             raise OptionError("lora", f"a list of NAME=DIR is wanted, not {self.lora!r}")

@@ -379,6 +379,20 @@ class HoldsMemory(Protocol):
 
 
 @runtime_checkable
+class ReadsBlocks(Protocol):
+    """A runner with blocks that another thread may read beside a step."""
+
+    @property
+    def kernels(self) -> str:
+        """A digest of the code that computes the blocks."""
+        ...
+
+    def block_content(self, group: int, block: int) -> bytes:
+        """Return a block's content, as a row of `read_blocks`."""
+        ...
+
+
+@runtime_checkable
 class KnowsStep(Protocol):
     """A runner that knows what its steps' buffers take; of the others it is reckoned from the model's shape."""
 

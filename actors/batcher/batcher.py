@@ -24,7 +24,8 @@ from typing import Any
 import trio
 
 from genbatch.actors.batcher.arrivals import Compiled, Encoded, Prepared, end_complete
-from genbatch.actors.batcher.calls import AdapterReady, SessionEnded, SessionRead, UnloadOver
+from genbatch.actors.batcher.calls import AdapterReady, End, SessionRead, UnloadOver, Work, WorkEnded
+from genbatch.actors.batcher.disk_blocks import BlocksLate, BlocksRead
 from genbatch.actors.batcher.journal import Decoded, RunEnded, StepMessage, Stepped
 from genbatch.actors.batcher.messages import DrainOver, Embed, Generate, LoadSession, SaveSession
 from genbatch.actors.batcher.parts import BatcherParts
@@ -159,10 +160,20 @@ class Batcher(BatcherParts):
         self.stepper.hurry()
         self._tick_when_idle()
 
-    def _session_ended(self, message: SessionEnded) -> None:
+    def _work_ended(self, message: WorkEnded) -> None:
         self._stepping = False
         message.end()
-        self._tick()
+        self._tick_when_idle()
+
+    def _blocks_read(self, message: BlocksRead) -> None:
+        self._flight.close("blocks of a prompt were read from the disk, and they are not in the record")
+        self.disk.read(message)
+        self.stepper.hurry()
+        self._tick_when_idle()
+
+    def _blocks_late(self, message: BlocksLate) -> None:
+        self.disk.late(message)
+        self._tick_when_idle()
 
     def _adapter_ready(self, message: AdapterReady) -> None:
         caller = self.adapters.ready(message)
@@ -208,6 +219,7 @@ class Batcher(BatcherParts):
         """Queue the sequences of a request; None means that a thread still has the request, or that it was refused."""
         if request is None:
             return
+        self.disk.begin(request)
         self.sharing.share(request, context_is_free=not self._stepping)
         for sequence in request.sequences:
             self.slots.enqueue(sequence)
@@ -258,7 +270,10 @@ class Batcher(BatcherParts):
         self.requests.end_abandoned()
         self._settle_adapters()
         if self.sessions:
-            self._serve_session()
+            self._work_between_steps(*self.sessions.next())
+            return
+        if self.disk.takes_turn():
+            self._copy_blocks()
             return
         is_done = False
         while not is_done:
@@ -316,12 +331,14 @@ class Batcher(BatcherParts):
         self.stepper.hurry()
         self._tick_when_idle()
 
-    def _serve_session(self) -> None:
-        """Run a session call in place of a step, since the call needs the context to itself."""
+    def _copy_blocks(self) -> None:
+        self._work_between_steps(*self.disk.next())
+
+    def _work_between_steps(self, work: Work, end: End) -> None:
+        """Run a session call, or copy blocks, in place of a step, since it needs the context to itself."""
         self._stepping = True
-        work, end = self.sessions.next()
         ref = self.ref
-        self._worker.submit(work, on_done=lambda result: ref.info(SessionEnded(partial(end, result)), control=True))
+        self._worker.submit(work, on_done=lambda result: ref.info(WorkEnded(partial(end, result)), control=True))
 
     def _stepped(self) -> None:
         """Continue after the tick's forwards have ended and were booked."""
@@ -330,6 +347,9 @@ class Batcher(BatcherParts):
 
     def _rest(self) -> None:
         """Check for leaked blocks and set the deadline timer, since there is nothing to evaluate."""
+        if self.disk.is_waiting:
+            self._copy_blocks()
+            return
         if not self.requests:
             kv = self.ctx.kv
             held = kv.held_only_by([held.seq_id for held in self.held if held.seq_id is not None])
@@ -397,7 +417,9 @@ _MESSAGES: dict[type, Callable[[Batcher, Any], None]] = {
     Encoded: lambda batcher, message: batcher._enqueue(batcher.arrivals.encoded(message)),
     Compiled: lambda batcher, message: batcher._enqueue(batcher.arrivals.compiled(message)),
     SessionRead: Batcher._session_read,
-    SessionEnded: Batcher._session_ended,
+    WorkEnded: Batcher._work_ended,
+    BlocksRead: Batcher._blocks_read,
+    BlocksLate: Batcher._blocks_late,
     AdapterReady: Batcher._adapter_ready,
     UnloadOver: Batcher._unload_over,
     Prepared: Batcher._grammar_prepared,

@@ -117,8 +117,8 @@ class SessionRead:
 
 
 @dataclass(frozen=True, slots=True)
-class SessionEnded:
-    """The work of a session call is done; `end` books the outcome and replies."""
+class WorkEnded:
+    """Work that needed the context to itself is done; `end` books the outcome."""
 
     end: Callable[[], None]
 

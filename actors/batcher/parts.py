@@ -16,6 +16,7 @@ import trio
 from genbatch.actors.batcher.arrivals import Arrivals, Grammars, PromptSharing
 from genbatch.actors.batcher.calls import AdapterCalls, SessionCalls, TextCalls
 from genbatch.actors.batcher.counters import BatcherStats, StallWatch
+from genbatch.actors.batcher.disk_blocks import DiskBlocks
 from genbatch.actors.batcher.intake import Intake
 from genbatch.actors.batcher.journal import Journal, OpenFlight, unrecorded
 from genbatch.actors.batcher.messages import Draining
@@ -106,6 +107,7 @@ class BatcherParts(GenServer):
         self.requests.end_all(Unavailable("the batcher has stopped"))
         self.sessions.end_all(Unavailable("the batcher has stopped"))
         await self.adapters.close()
+        await self.disk.close()
         await self._worker.run(self.ctx.close)
         await self._close_workers()
 
@@ -122,6 +124,7 @@ class BatcherParts(GenServer):
         self.journal = Journal(self.stats, self.telemetry, self.ctx.model.name, self._flight.now)
         state = self._open_state(self.options.n_parallel, self._flight.now)
         self.sessions = SessionCalls(self.ctx, self.held, self.intake, self._reader, self._send)
+        self.disk = DiskBlocks(self.ctx, self.requests, self._open_worker, self._send, self.send_after)
         self.adapters = AdapterCalls(state, self._open_worker, self._send, self.send_after, self._tell_models)
         view = KVView(self.ctx.kv, self.held, self.options.scheduling.limits(self.ctx.kv.block_size))
         self.intake.longest = view.longest
@@ -288,6 +291,7 @@ def stats_report(state: BatchState, now: float) -> dict[str, Any]:
         "prefix_cache_queries": cache.num_query_tokens if cache else 0,
         "prefix_cache_hits": cache.num_hit_tokens if cache else 0,
         "prefix_recomputed": dict(cache.num_recomputed) if cache else {},
+        "prefix_disk": _disk_counters(ctx),
         "kv_blocks_max": counts.max,
         "kv_blocks_free": counts.free,
         "kv_blocks_used": counts.used,
@@ -300,6 +304,12 @@ def stats_report(state: BatchState, now: float) -> dict[str, Any]:
         "swapped_bytes": state.swap.bytes_used,
         "tasks": trio.lowlevel.current_statistics().tasks_living,  # of this process's event loop
     }
+
+
+def _disk_counters(ctx: Context) -> dict[str, int]:
+    """Return the blocks that went to and came from the prefix cache on disk, and its faults; all 0 without one."""
+    names = ("read", "written", "damaged", "errors")
+    return {name: 0 if ctx.disk is None else getattr(ctx.disk, f"num_{name}") for name in names}
 
 
 def _slot(seq_id: int, sequence: Sequence, now: float) -> dict[str, Any]:

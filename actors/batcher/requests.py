@@ -94,6 +94,7 @@ class Slotted(LlmRequest):
         num_shared: the number of positions that it shares with the donor.
         beam_slots: the further slots of a beam search, one per beam after the first.
         adapter: the LoRA adapter that evaluates it.
+        waits_for_blocks: whether blocks of its prompt are being read from the disk.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -102,6 +103,7 @@ class Slotted(LlmRequest):
     num_shared: int = 0
     beam_slots: list[int] = field(default_factory=list)
     adapter: LoraAdapter | None = None
+    waits_for_blocks: bool = False
     block_names: list[bytes] = field(default_factory=list)  # of its tokens, as far as the prefix cache was searched
 
     # Sharing
@@ -134,9 +136,11 @@ class Slotted(LlmRequest):
         return donor is not None and donor.seq_id is not None and donor.num_computed >= self.num_shared
 
     @property
-    def waits_for_donor(self) -> bool:
-        """True if the unit should wait, since its donor still evaluates the shared positions."""
+    def waits_for_others(self) -> bool:
+        """True if the unit should wait: its donor still evaluates the shared positions, or the disk reads blocks."""
         donor = self.donor
+        if self.waits_for_blocks:
+            return True
         return donor is not None and donor.phase is not Phase.FINISHED and not self.donor_ready
 
     @property

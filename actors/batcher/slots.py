@@ -296,7 +296,7 @@ class Slots:
         held, share = self._holding()
         if max(held.values(), default=0) <= share:
             return False
-        ready = (sequence for sequence in self.pending if not sequence.waits_for_donor)
+        ready = (sequence for sequence in self.pending if not sequence.waits_for_others)
         return any(held[_account(sequence)] + sequence.width <= share for sequence in ready)
 
     def giving_way(self, inflight: Set[int]) -> list[Sequence]:
@@ -455,7 +455,7 @@ class Slots:
 
     def _ready_in_turn(self) -> list[Sequence]:
         """Return the waiting sequences with a ready donor or none; those within their clients' shares come first."""
-        ready = [sequence for sequence in self._in_turn() if not sequence.waits_for_donor]
+        ready = [sequence for sequence in self._in_turn() if not sequence.waits_for_others]
         if self._fair is None or len(ready) < 2:
             return ready
         held, share = self._holding()

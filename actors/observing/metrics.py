@@ -42,6 +42,7 @@ _COUNTERS = {
 _LABELLED_COUNTERS = {
     "request_success": ("finished", "finished_reason", "Accepted requests that ended, by how they did."),
     "admission_rejections": ("refusals", "code", "Requests that were not accepted, by error code."),
+    "prefix_disk_blocks": ("prefix_disk", "event", "Blocks of the prefix cache on disk: read, written; its faults."),
     "prefix_recomputed_tokens": ("prefix_recomputed", "cause", "Prompt tokens evaluated again, by cause."),
 }
 _HISTOGRAMS = {

@@ -15,14 +15,17 @@ A Context is synchronous. Only `eval` and its callers touch the tensors, always 
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import accumulate
 from typing import TypeAlias, TypeVar
 
+import numpy as np
 import torch
 
 from genbatch.nif.context.runs import DecodeRun, Drafter, Kept, OverlappedRun, Read, Steps, lay_out
 from genbatch.nif.errors import AdapterError, BatchError, OptionError
 from genbatch.nif.kv.cache_size import group_blocks
+from genbatch.nif.kv.disk_cache import DiskCache
 from genbatch.nif.kv.kv_cache import KVCache
 from genbatch.nif.kv.offload import fingerprint, pack, unpack
 from genbatch.nif.models.loaded_model import Model
@@ -38,6 +41,7 @@ from genbatch.nif.runner import (
     Logits,
     LoraAdapter,
     RaggedBatch,
+    ReadsBlocks,
     Runner,
     StateRunner,
     num_logits,
@@ -77,6 +81,7 @@ class Context:
         allow_block_sharing: whether finished blocks may be reused by content (the prefix cache).
         adapters: the model's loaded adapters; they outlive the context.
         drafter: guesses tokens for decode runs to verify; the context closes it.
+        disk: keeps the blocks of the prefix cache, for a model of one layer group; the context closes it.
 
     Raises:
         OptionError: an option is out of range.
@@ -97,6 +102,7 @@ class Context:
         allow_block_sharing: bool = True,
         adapters: Adapters | None = None,
         drafter: Drafter | None = None,
+        disk: DiskCache | None = None,
     ) -> None:
         for option, value in (("n_ctx", n_ctx), ("n_parallel", n_parallel), ("block_size", block_size)):
             if value is not None and value < 1:
@@ -123,6 +129,11 @@ class Context:
             allow_block_sharing=allow_block_sharing,
         )
         runner.allocate(num_blocks, block_size)
+        self.block_bytes = sum(runner.bytes_per_block(group, block_size) for group in range(len(runner.groups)))
+        self.disk = disk
+        if disk is not None:
+            assert isinstance(runner, ReadsBlocks), "the disk is for runners with readable blocks"
+            self.kv.follow(disk, partial(runner.block_content, 0))
         self.adapters = adapters if adapters is not None else Adapters(model)
         for adapter in self.adapters.values():
             self.prepare_adapter(adapter)
@@ -403,8 +414,27 @@ class Context:
             self.runner.write_blocks(group, ids, content)
         return len(tokens)
 
+    def restore_prefix(self, names: Sequence[bytes], contents: Sequence[bytes]) -> int:
+        """Cache blocks of a prefix that were read from the disk; returns how many of the first blocks are cached now.
+
+        Args:
+            names: of the prefix's first blocks.
+            contents: of the last of these; the blocks before them were cached, and may be so no more.
+        """
+        first = len(names) - len(contents)
+
+        def write(places: list[int], blocks: list[int]) -> None:
+            if places:
+                content = np.frombuffer(b"".join(contents[place - first] for place in places), np.uint8)
+                shaped = torch.from_numpy(content.copy()).view(len(places), -1)
+                self.runner.write_blocks(0, blocks, shaped)
+
+        return self.kv.restore(names, first, write)
+
     def close(self) -> None:
         """Release the KV pool."""
+        if self.disk is not None:
+            self.disk.close()
         self.runner.close()
         if self.drafter is not None:
             self.drafter.close()

@@ -1,5 +1,6 @@
 """Engine: holds a loaded model and opens contexts over it. An Engine survives a restart of the Batcher."""
 
+import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,21 +19,24 @@ from genbatch.nif.engine_options import GPU_ONLY, EngineOptions, check_dtype
 from genbatch.nif.errors import AdapterError, ModelError, OptionError
 from genbatch.nif.free_memory import free_host_memory
 from genbatch.nif.kv.cache_size import CacheLimits, CacheSize, StepShape, cache_size, gpu_memory
+from genbatch.nif.kv.disk_cache import DiskCache
+from genbatch.nif.kv.offload import fingerprint
 from genbatch.nif.models.architecture import heads_of, widest_mlp
 from genbatch.nif.models.hub import Progress
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.lora import AdapterLimits, Adapters
 from genbatch.nif.models.model_names import written_path
 from genbatch.nif.models.model_source import ModelSource, no_progress, resolve_model
-from genbatch.nif.models.warm_model import keep_model, kept_model
+from genbatch.nif.models.warm_model import files_identity, keep_model, kept_model
 from genbatch.nif.native.build import NativeUnavailable, build_library
 from genbatch.nif.native.model_weights import ModelWeights
 from genbatch.nif.native.runner import NativeRunner
 from genbatch.nif.pooling import RANK
-from genbatch.nif.runner import HoldsMemory, KnowsStep, Runner
+from genbatch.nif.runner import HoldsMemory, KnowsStep, ReadsBlocks, Runner
 from genbatch.nif.sampling.sampler import choice_bytes
 from genbatch.nif.text.templates import ChatTemplateError
 from genbatch.nif.text.tokenizer import check_template
+from genbatch.nif.trusted_files import NotOurs
 
 log = logging.getLogger("genbatch")
 
@@ -123,7 +127,32 @@ class Engine:
             allow_block_sharing=options.allow_block_sharing,
             adapters=self.adapters,
             drafter=drafter,
+            disk=self._open_disk(runner),
         )
+
+    def _open_disk(self, runner: Runner) -> DiskCache | None:
+        """Open the prefix cache on disk; logs the reason if there is none in spite of the option."""
+        options, groups = self.options, runner.groups
+        if not options.prefix_cache_dir:
+            return None
+        reason: object = None
+        if not options.allow_block_sharing:
+            reason = "allow_block_sharing is off"
+        elif not isinstance(runner, ReadsBlocks):
+            reason = f"it needs the native runner, and {self.model.name} runs in {runner.name}"
+        elif len(groups) > 1 or groups[0].window is not None:
+            reason = f"{self.model.name} has layers with windows or states"
+        else:
+            digest = hashlib.sha256(fingerprint(self.model, runner, options.block_size).encode())
+            digest.update(f"{runner.kernels} {self.model.identity}".encode())
+            max_bytes = int(options.prefix_cache_space * 2**30)
+            num_bytes = runner.bytes_per_block(0, options.block_size)
+            try:
+                return DiskCache(written_path(options.prefix_cache_dir), digest.hexdigest(), max_bytes, num_bytes)
+            except (NotOurs, OSError) as fault:
+                reason = fault
+        log.warning("there is no prefix cache on disk: %s", reason)
+        return None
 
     def _cache_size(self, runner: Runner, n_parallel: int, n_held: int, n_batch: int, reserved: int = 0) -> CacheSize:
         options = self.options
@@ -227,6 +256,7 @@ def _load_draft(model: Model, options: EngineOptions, progress: Progress | None)
                 n_ctx=options.n_ctx,
                 max_memory_percent=options.max_memory_percent,
                 block_size=options.block_size,
+                weights_cache=options.weights_cache,
             ),
             progress,
         )
@@ -287,8 +317,11 @@ def _load_engine(options: EngineOptions, progress: Progress | None) -> Engine:
     if on_cpu and options.runner in ("auto", "native") and options.pooling in ("", RANK):
         report = progress or no_progress
         found = resolve_model(options.model_path, report)
+        # Before anything is read, so that files that change meanwhile have another identity.
+        identity = "" if options.pooling else files_identity(found)
         model = _described(options, found, report)
         if model is not None:
+            model = replace(model, identity=identity)
             try:
                 build_library(progress=report)
                 report("pack", 0, 0)
@@ -387,7 +420,7 @@ def choose_runner(model: Model, options: EngineOptions) -> Callable[[int], Runne
     if options.quantize in GPU_ONLY:
         raise OptionError("quantize", f"{options.quantize} is for the triton runner on a GPU; a CPU has int8 and int4")
     try:
-        weights = ModelWeights(model, _quantize(options))
+        weights = ModelWeights(model, _quantize(options), cache_bytes=int(options.weights_cache * 2**30))
     except NativeUnavailable as unavailable:
         if model.weights is not None:
             raise  # the caller loads the weights into a module and calls this function again

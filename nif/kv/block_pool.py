@@ -167,6 +167,13 @@ class PrefixCache:
         seen = sum(self._content(tokens, key, block) in self._contents for block in range(index, limit))
         self.num_recomputed[VOLATILE_LINE] += seen * self.block_size
 
+    def names(self, tokens: Sequence[int], key: bytes, count: int) -> list[bytes]:
+        """Return the names of the first `count` blocks of `tokens`."""
+        names: list[bytes] = []
+        for index in range(count):
+            names.append(self._name(names[-1] if names else root_hash(key), tokens, index))
+        return names
+
     def known_run(self, tokens: Sequence[int], key: bytes, names: list[bytes], first: int, limit: int) -> int:
         """Return the length of a prefix hit in blocks. The counters do not change.
 
@@ -220,6 +227,10 @@ class PrefixCache:
         name = self.tail_name(tokens, key, names, end)
         blocks = [known[name] for known in self._blocks if name in known]
         return tuple(blocks) if len(blocks) == len(self._blocks) else None
+
+    def block(self, group: int, name: bytes) -> int | None:
+        """Return the block with this content; None if it is not cached."""
+        return self._blocks[group].get(name)
 
     def insert(self, group: int, name: bytes, block: int) -> bool:
         """Add a block to the cache; returns False if another block with that content is cached."""
@@ -282,6 +293,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.references = [0] * num_blocks  # by block id
         self.hashes: list[bytes | None] = [None] * num_blocks  # by block id; None: content unknown or incomplete
+        self.versions = [0] * num_blocks  # by block id: how often it lost its content; other threads read this
         self.tails: dict[int, tuple[bytes, int]] = {}  # by block id: the name and the length of a tail in it
         self._on_forget = on_forget
         self._uninitialized = list(range(num_blocks - 1, -1, -1))  # a stack, so that low ids are allocated first
@@ -406,6 +418,7 @@ class BlockPool:
         content = self.hashes[block]
         if content is not None:
             self.hashes[block] = None
+            self.versions[block] += 1
             if self._on_forget is not None:
                 self._on_forget(content)
 

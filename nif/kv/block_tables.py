@@ -1,7 +1,7 @@
 """Block tables: map each sequence's positions to blocks, share and evict blocks, and check callers' ranges."""
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
@@ -57,6 +57,7 @@ class BlockTables:
             for index, count in enumerate(num_blocks)
         )
         self.sequences = [KVSequence.empty(len(groups)) for _ in range(num_sequences)]
+        self.on_cached: Callable[[bytes, int, int], None] | None = None  # a block's name, its id and its version
 
     def blocks(self, length: int) -> int:
         """Return the number of table entries for `length` positions."""
@@ -265,6 +266,8 @@ class BlockTables:
             block, name = sequence.tables[group][index], sequence.hashes[index]
             if pool.hashes[block] is None and self.prefix_cache.insert(group, name, block):
                 pool.set_hash(block, name)
+                if self.on_cached is not None:
+                    self.on_cached(name, block, pool.versions[block])
 
     def _cache_tail(self, sequence: KVSequence) -> None:
         assert self.prefix_cache is not None and sequence.key is not None

@@ -10,7 +10,7 @@ Between reserve and commit only reads are allowed.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from genbatch.nif.errors import BatchError, OptionError
@@ -25,6 +25,7 @@ from genbatch.nif.kv.block_tables import (
     sequence_of,
     shortest_prefix,
 )
+from genbatch.nif.kv.disk_cache import Copy, DiskCache
 from genbatch.nif.kv.reservation import Beginning, Entries, Reservation, StepDraft, more_blocks
 from genbatch.nif.runner import LayerGroup
 
@@ -311,6 +312,66 @@ class KVCache:
             # Compute the names, but do not cache the blocks: the caller has not filled them yet.
             self._tables.prefix_cache.extend_hashes(sequence.hashes, sequence.tokens, key)
         return filled
+
+    # The prefix cache on disk
+
+    def follow(self, disk: DiskCache, copy: Copy) -> None:
+        """Offer each block that becomes whole to the disk; `copy` returns a block's content."""
+        [pool] = self._tables.pools
+        disk.follow(copy, lambda block, version: pool.versions[block] == version)
+        self._tables.on_cached = disk.offer
+
+    def on_disk(self, disk: DiskCache, tokens: Sequence[int], key: bytes) -> tuple[list[bytes], int]:
+        """Look up a prompt; return the names of its first blocks, and how many of the first are cached already.
+
+        The blocks between that number and the last name are on disk.
+        """
+        cache = self._tables.prefix_cache
+        assert cache is not None, "the disk extends the prefix cache"
+        names: list[bytes] = []
+        limit = (len(tokens) - 1) // self.block_size
+        cached = cache.known_run(tokens, key, names, 0, limit)
+        if cached == limit:
+            return names[:cached], cached
+        names = cache.names(tokens, key, limit)
+        return names[: cached + disk.num_known(names[cached:])], cached
+
+    def restore(self, names: Sequence[bytes], first: int, write: Callable[[list[int], list[int]], None]) -> int:
+        """Cache a prefix's blocks, with content from elsewhere; they are the last to be evicted.
+
+        Args:
+            names: of the prefix's first blocks.
+            first: blocks that must be cached already.
+            write: called with places in `names` and the new blocks' ids; it writes their content.
+
+        Returns:
+            The number of first blocks that are cached now. It is less than the names if free blocks run out, or if
+            one of the `first` blocks was evicted.
+        """
+        self._assert_idle()
+        [pool], cache = self._tables.pools, self._tables.prefix_cache
+        assert cache is not None, "restored blocks are cached"
+        held: list[int] = []
+        places, blocks = [], []
+        try:
+            for place, name in enumerate(names):
+                block = cache.block(0, name)
+                if block is not None:
+                    pool.share(block)
+                elif place >= first and pool.num_free:
+                    [block] = pool.allocate(1)
+                    places.append(place)
+                    blocks.append(block)
+                else:
+                    break
+                held.append(block)
+            write(places, blocks)
+            for place, block in zip(places, blocks, strict=True):
+                cache.insert(0, names[place], block)
+                pool.set_hash(block, names[place])
+        finally:
+            pool.release(reversed(held))
+        return len(held)
 
     # Capacity
 

@@ -55,6 +55,7 @@ class GgufFile:
     Args:
         model: what the user called the model, for errors.
         path: the file.
+        stop_at: a key of the metadata after which nothing more is read; None reads the whole header.
 
     Attributes:
         metadata: every key with its value; arrays of numbers are numpy arrays.
@@ -63,9 +64,10 @@ class GgufFile:
         ModelError: it is no GGUF file, is cut short, or contradicts itself; the reason names the file and the place.
     """
 
-    def __init__(self, model: str, path: Path) -> None:
+    def __init__(self, model: str, path: Path, *, stop_at: str | None = None) -> None:
         self.model = model
         self.path = path
+        self._stop_at = stop_at
         self._file = MappedFile(model, path)
         self._view = self._file.bytes.data
         self.metadata: dict[str, Any] = {}
@@ -132,6 +134,8 @@ class GgufFile:
             if key in self.metadata:
                 raise self.fault(f"the key {key!r} occurs twice")
             self.metadata[key], at = self._value(at + 4, kind, key, 0)
+            if key == self._stop_at:
+                return
         table = []
         for _ in range(num_tensors):
             name, at = self._string(at, "a tensor's name")

@@ -25,18 +25,18 @@ class ModuleShape:
     tensors: Mapping[str, tuple[int, ...]]
 
 
-class LazyModule:
-    """transformers' module, made when an attribute of it is first read."""
+class Lazy:
+    """An object that is made when an attribute of it is first read."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
 
     @cached_property
-    def _module(self) -> Any:
+    def _made(self) -> Any:
         return self._make()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+        return getattr(self._made, name)
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Model:
     Args:
         name: what to call it towards users.
         hf: transformers' module in eval mode, its attention going through `ATTENTION_NAME`; on the "meta" device, a
-            description without weights, where `weights` has them. A LazyModule where `shape` is there.
+            description without weights, where `weights` has them. Lazy where `shape` is there.
         config: of the text decoder.
         tokenizer: the model's own.
         dtype: of the weights and of the KV cache.
@@ -63,6 +63,7 @@ class Model:
         sampling: how its makers say to draw, by the names of a request's parameters; nothing where they say nothing.
         codes: the files of a checkpoint that is quantised already, beside the values that `hf` holds; else None.
         shape: what a native runner asks of `hf`, where that was described before; else None.
+        identity: a digest of the model's files and of this code; "" where packed weights are not kept.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Model:
     sampling: Mapping[str, float] = field(default_factory=dict)
     codes: WeightSource | None = None
     shape: ModuleShape | None = None
+    identity: str = ""
 
 
 def module_shape(model: Model) -> ModuleShape:

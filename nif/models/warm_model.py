@@ -29,7 +29,7 @@ from tokenizers import Tokenizer as Backend
 from genbatch.nif.errors import ModelError
 from genbatch.nif.models.architectures import ARCHITECTURES, layer_groups, layer_shapes, max_position
 from genbatch.nif.models.gguf_file import GgufFile, GgufWeights
-from genbatch.nif.models.loaded_model import LazyModule, Model, ModuleShape, module_shape
+from genbatch.nif.models.loaded_model import Lazy, Model, ModuleShape, module_shape
 from genbatch.nif.models.model_source import ModelSource, cache_directory, quiet_transformers
 from genbatch.nif.models.weight_source import JoinedWeights, SafetensorsWeights, WeightSource, joined
 from genbatch.nif.text.tokenizer import Tokenizer
@@ -114,7 +114,7 @@ def kept_model(
         describe: makes the model with its module, for the few callers that need the module.
 
     Raises:
-        ModelError: the weights' files cannot be read.
+        ModelError: the configuration is wrong. Unreadable weights raise ModelError when they are first read.
     """
     path = _place(found)
     said = None if path is None else _read(path)
@@ -122,10 +122,12 @@ def kept_model(
         return None
     try:
         config: Any = KeptConfig(said["config"], said["attributes"], said["frequencies"])
+        # Kept packed weights make the files' headers needless.
+        weights: Any = Lazy(partial(_weights, source, found.path, config))
         shape = ModuleShape(said["kind"], {name: tuple(size) for name, size in said["tensors"].items()})
         return Model(
             name=found.name,
-            hf=LazyModule(partial(_module, describe)),  # type: ignore[arg-type]
+            hf=Lazy(partial(_module, describe)),  # type: ignore[arg-type]
             config=config,
             tokenizer=Tokenizer(KeptTokenizer(**said["tokenizer"])),
             dtype=dtype,
@@ -135,7 +137,7 @@ def kept_model(
             vocab_size=config.vocab_size,
             eos_token_ids=frozenset(said["end_tokens"]),
             max_position=max_position(source, config),
-            weights=_weights(source, found.path, config),
+            weights=weights,
             sampling=said["sampling"],
             shape=shape,
         )
@@ -259,21 +261,30 @@ def _attributes(config: Any) -> dict[str, Any]:
 
 def _place(found: ModelSource) -> Path | None:
     """Where the description of a model's files is; None where they cannot be told apart from others."""
+    identity = files_identity(found)
+    try:
+        return cache_directory() / "described" / f"{identity}.json" if identity else None
+    except ModelError:
+        return None
+
+
+def files_identity(found: ModelSource) -> str:
+    """Return a digest of this code and of the model's files, by size, times and inode; "" if there is none."""
     try:
         paths = [found.path]
         if found.path.is_dir():
             paths = sorted(path for path in found.path.rglob("*") if path.is_file())
         if len(paths) > _MAX_FILES:
-            return None
+            return ""
         digest = hashlib.sha256(_version())
         for path in paths:
             status = path.stat()
             # Anybody can set a file's time of change; the time of the change of its inode is the system's own.
             facts = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
             digest.update(f"{os.path.realpath(path)}\0{facts}\n".encode(errors="surrogateescape"))
-        return cache_directory() / "described" / f"{digest.hexdigest()[:32]}.json"
-    except (OSError, RuntimeError, ModelError):
-        return None
+        return digest.hexdigest()[:32]
+    except (OSError, RuntimeError):
+        return ""
 
 
 @cache

@@ -209,7 +209,7 @@ class LayerLoader:
             rates=put(-self.tensor(f"{begin}A_log").whole().flatten().exp()),
             step_bias=put(self.tensor(f"{begin}dt_bias").whole().flatten()),
             skips=None if names.skip is None else put(self.tensor(f"{begin}{names.skip}").whole().flatten()),
-            places=places.ctypes.data,
+            places=self._packer.put(torch.from_numpy(places)),
             gate_norm=self._gate_norm(begin, names),
             gate_eps=self._architecture.norm_eps if names.gate_eps is None else names.gate_eps,
             strength=names.strength,
@@ -223,7 +223,7 @@ class LayerLoader:
             norm_groups=names.norm_groups,
             gate_first=names.gate_first,
         )
-        self._held += [struct, places]
+        self._held.append(struct)
         layer.recurrence = ctypes.pointer(struct)
 
     def _gate_norm(self, begin: str, names: RecurrenceNames) -> Norm:
@@ -288,9 +288,7 @@ class LayerLoader:
         """Build a table of embeddings, from the blocks of a head that shares them if there are some."""
         kind = stored_kind(self._plain, tensor)
         if kind is None:
-            whole = tensor.whole().to(self._dtype).contiguous()  # read a row at a time
-            self._held.append(whole)
-            kind, address = self._plain, whole.data_ptr()
+            kind, address = self._plain, self._packer.put(tensor.whole().to(self._dtype))  # read a row at a time
         elif packed is not None and packed.num_parts:
             address = packed.parts[0].weights
         else:

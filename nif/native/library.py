@@ -174,6 +174,7 @@ class NativeArena:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self._chunks: list[NativeMemory] = []
+        self._sizes: list[int] = []  # bytes in use of each chunk but the last
         self._start = 0  # of what was handed out last, in the last chunk
         self._used = 0  # bytes of the last chunk
 
@@ -187,6 +188,7 @@ class NativeArena:
             MemoryError: the system refused.
         """
         if not self._chunks or self._used + size > self._chunks[-1].tensor.numel():
+            self._sizes += [self._used] if self._chunks else []
             self._chunks.append(NativeMemory(self._library, max(_CHUNK_BYTES, size)))
             self._used = 0
         self._start, chunk = self._used, self._chunks[-1]
@@ -196,3 +198,8 @@ class NativeArena:
     def shrink(self, size: int) -> None:
         """Shrink the last reservation to its first `size` bytes."""
         self._used = self._start + size + -size % _LINE_BYTES
+
+    def parts(self) -> list[torch.Tensor]:
+        """Return the reserved memory in order, one [size] uint8 per allocation."""
+        sizes = [*self._sizes, self._used]
+        return [chunk.tensor[:size] for chunk, size in zip(self._chunks, sizes, strict=False)]

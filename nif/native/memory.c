@@ -1,4 +1,4 @@
-/* Large zeroed memory on huge pages. Weights and KV blocks are read in order, so fewer pages mean fewer TLB misses. */
+/* Large zeroed memory on huge pages, and a checksum of kept weights. Weights and KV blocks are read in order, so fewer pages mean fewer TLB misses. */
 #include <stdlib.h>
 #include <sys/mman.h>
 
@@ -43,3 +43,22 @@ void memory_free(void *p, int64_t bytes)
 }
 
 #endif
+
+#define LANES 16
+
+/* Each round is a bijection of the word and of its lane, so one changed word changes the result. */
+int64_t checksum(const uint64_t *words, int64_t bytes)
+{
+    uint64_t lanes[LANES];
+    int64_t at = 0, count = bytes / 8;
+    for (int i = 0; i < LANES; i++) lanes[i] = (uint64_t)i + 1;
+    for (; at + LANES <= count; at += LANES)
+        for (int i = 0; i < LANES; i++) {
+            uint64_t mixed = (lanes[i] ^ words[at + i]) * 0x9e3779b97f4a7c15u;
+            lanes[i] = mixed ^ (mixed >> 29);
+        }
+    uint64_t all = (uint64_t)bytes;
+    for (; at < count; at++) all = ((all ^ words[at]) * 0xff51afd7ed558ccdu) ^ (all >> 31);
+    for (int i = 0; i < LANES; i++) all = ((all ^ lanes[i]) * 0xff51afd7ed558ccdu) ^ (all >> 31);
+    return (int64_t)all;
+}

@@ -3,8 +3,10 @@
 RopeTables hold the cosines and sines of the rotary embeddings for each position.
 """
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +27,7 @@ from genbatch.nif.models.loaded_model import module_shape
 from genbatch.nif.models.warm_model import KeptConfig
 from genbatch.nif.models.weight_source import ModuleWeights
 from genbatch.nif.native.build import NativeUnavailable
+from genbatch.nif.native.kept_weights import keep_in_background, kept_place, open_weights
 from genbatch.nif.native.layer_loader import I8_HEAD_GROUP, LayerLoader, is_tied
 from genbatch.nif.native.library import (
     ALL_POSITIONS,
@@ -37,6 +40,7 @@ from genbatch.nif.native.library import (
     WEIGHT_U4,
     Layer,
     ModelStruct,
+    NativeArena,
     native_library,
 )
 from genbatch.nif.native.weights import WeightPacker
@@ -195,6 +199,11 @@ class ModelWeights:
     Args:
         model: what `load_model` returned.
         quantize: "none" keeps the model's dtype; "int8" and "int4" as `native_runner` describes.
+        cache_bytes: the most bytes of all models' packed weights on disk; 0 packs without the disk.
+
+    Attributes:
+        num_mapped: bytes that are mapped from a file; 0 if the weights were packed.
+        keeping: the thread that writes the packed weights to the disk, if there is one.
 
     Raises:
         NativeUnavailable: the kernels cannot be built, or do not compute this model.
@@ -202,7 +211,7 @@ class ModelWeights:
         OptionError: `quantize` has no such value.
     """
 
-    def __init__(self, model: "Model", quantize: str = "none") -> None:
+    def __init__(self, model: "Model", quantize: str = "none", *, cache_bytes: int = 0) -> None:
         if quantize not in QUANTIZE:
             raise OptionError("quantize", f"{quantize!r} is none of {', '.join(QUANTIZE)}")
         self.architecture = architecture = check_supported(model)
@@ -211,18 +220,34 @@ class ModelWeights:
         self.quantize = quantize
         plain = WEIGHT_BF16 if model.dtype == torch.bfloat16 else WEIGHT_F32
         self.kind = plain if quantize == "none" else WEIGHT_I8
-        self.groups: tuple[LayerGroup, ...] = ()  # of the layers that write keys and values
+        config: Any = model.config
+        sources = kv_sources(config)
+        self.groups = tuple(_writers(group, sources) for group in model.groups)  # of layers that write keys and values
+        self.rope = RopeTables(config, partial=architecture.partial_rotary, max_position=model.max_position)
+        self.num_mapped = 0
+        self.keeping: Thread | None = None
+        self._held: Any = None
+        place = None
+        if cache_bytes and model.identity:
+            place = kept_place(model.identity, f"{model.dtype} {quantize}", self.library)
+            kept = open_weights(place, self.library)
+            if kept is not None:
+                self.struct, self.num_mapped, self._held = kept.struct, kept.num_bytes, kept
+                self.layers = ctypes.cast(self.struct.layers, ctypes.POINTER(Layer * config.num_hidden_layers)).contents
+                return
         try:
-            self._pack(model, architecture, plain, WEIGHT_U4 if quantize == "int4" else self.kind)
+            arena = self._pack(model, architecture, plain, WEIGHT_U4 if quantize == "int4" else self.kind)
         except TensorError as fault:
             raise ModelError(model.name, str(fault)) from fault
+        if place is not None:
+            self.keeping = keep_in_background(place, self.struct, arena, self.library, cache_bytes)
 
-    def _pack(self, model: "Model", architecture: Architecture, plain: int, matrices: int) -> None:
+    def _pack(self, model: "Model", architecture: Architecture, plain: int, matrices: int) -> NativeArena:
+        """Pack the weights from the model's files; returns the memory that holds them."""
         config: Any = model.config
-        self.rope = RopeTables(config, partial=architecture.partial_rotary, max_position=model.max_position)
         source = model.weights or ModuleWeights(model.hf)
         packer = WeightPacker(self.library, available_cores())
-        self._loader = loader = LayerLoader(model, architecture, source, packer, matrices)
+        self._held = loader = LayerLoader(model, architecture, source, packer, matrices)
         self.layers = layers = (Layer * config.num_hidden_layers)()
         for layer in range(len(layers)):
             layers[layer] = loader.layer(layer)
@@ -269,15 +294,15 @@ class ModelWeights:
             head=head,
         )
         if own is not None:
-            self._layer_embeddings(own)
+            self._layer_embeddings(loader, own)
         source.release()
+        return packer.arena
 
     def _group_layers(self, groups: Sequence[LayerGroup], sources: dict[int, int]) -> None:
         """Tell each layer its place in its group; `sources` is what `kv_sources` returned."""
         layers = self.layers
         for group_id, group in enumerate(groups):
-            writers = [layer for layer in group.layers if layer not in sources]
-            self.groups += (replace(group, layers=tuple(writers)),)
+            writers = self.groups[group_id].layers
             for layer in group.layers:
                 if group.recurs:
                     state = layers[layer % len(layers)].recurrence.contents
@@ -288,8 +313,8 @@ class ModelWeights:
                 layers[layer].index_in_group = writers.index(sources.get(layer, layer))
                 layers[layer].shares, layers[layer].sink_tokens = layer in sources, group.sink_tokens
 
-    def _layer_embeddings(self, names: LayerEmbeddings) -> None:
-        loader, struct, width = self._loader, self.struct, names.width
+    def _layer_embeddings(self, loader: LayerLoader, names: LayerEmbeddings) -> None:
+        struct, width = self.struct, names.width
         struct.layer_width = width
         struct.layer_embedding = loader.table(loader.tensor(f"{names.table}.weight"), width**0.5)
         struct.inputs, struct.inputs_norm = loader.linear([names.projection[0]]), loader.norm(names.projection[1])
@@ -301,3 +326,8 @@ class ModelWeights:
             return -1
         config: Any = self.model.config
         return 0 if len(self.rope.kinds) == 1 else self.rope.kinds.index(config.layer_types[layer])
+
+
+def _writers(group: LayerGroup, sources: dict[int, int]) -> LayerGroup:
+    """Return the group without the layers that read other layers' keys and values."""
+    return replace(group, layers=tuple(layer for layer in group.layers if layer not in sources))

@@ -13,6 +13,7 @@ import torch
 from genbatch.nif.cores import available_cores
 from genbatch.nif.errors import BatchError, OptionError
 from genbatch.nif.native.abi import HEADER
+from genbatch.nif.native.kept_weights import kernels_digest
 from genbatch.nif.native.library import (
     KV_BF16,
     KV_F32,
@@ -70,7 +71,8 @@ def native_runner(
 
 
 class NativeRunner:
-    """Runs steps in C. Implements `Runner`, `AdaptingRunner`, `InvariantRunner` and `KnowsStep`.
+    """Runs steps in C. Implements `Runner`, `AdaptingRunner`, `InvariantRunner`, `KnowsStep`,
+    `HoldsMemory` and `ReadsBlocks`.
 
     A row's logits depend only on its own sequence, bit for bit. The rest of the batch, the row's place in the batch,
     the prompt's chunks and the number of threads change nothing.
@@ -114,6 +116,10 @@ class NativeRunner:
     def bytes_per_block(self, group: int, block_size: int) -> int:
         """Bytes of KV that one block of `group` takes, all the group's layers together."""
         return len(self.groups[group].layers) * self._layer_bytes(group, block_size)
+
+    def own_bytes(self, num_sequences: int, block_size: int) -> int:
+        """See `HoldsMemory`: the system counts pages of mapped weights as available memory."""
+        return self._weights.num_mapped
 
     def step_bytes(self, num_tokens: int, num_sequences: int) -> int:
         """See `KnowsStep`."""
@@ -232,6 +238,15 @@ class NativeRunner:
     def read_blocks(self, group: int, blocks: Sequence[int]) -> torch.Tensor:
         """The blocks' content as one host tensor [len(blocks), bytes_per_block] uint8."""
         return self._blocks(group)[:, list(blocks)].transpose(0, 1).flatten(1)
+
+    @property
+    def kernels(self) -> str:
+        """See `ReadsBlocks`."""
+        return kernels_digest(self._library)
+
+    def block_content(self, group: int, block: int) -> bytes:
+        """See `ReadsBlocks`."""
+        return self._blocks(group).numpy()[:, block].tobytes()  # torch would start threads for it
 
     def write_blocks(self, group: int, blocks: Sequence[int], content: torch.Tensor) -> None:
         """Write the content that `read_blocks` returned into blocks, which may be other blocks than before."""

@@ -149,15 +149,19 @@ class WeightPacker:
     def __init__(self, library: ctypes.CDLL, n_threads: int) -> None:
         self._library = library
         self._n_threads = n_threads
-        self._arena = NativeArena(library)
+        self.arena = NativeArena(library)
         self._parts: list[Any] = []  # what linears point to
+
+    def put(self, tensor: torch.Tensor) -> int:
+        """The address of a copy; it lives as long as this object."""
+        plain = tensor.detach().contiguous()
+        address, target = self.arena.reserve(plain.nbytes)
+        target.copy_(plain.reshape(-1).view(torch.uint8))
+        return address
 
     def put_floats(self, vector: torch.Tensor) -> int:
         """The address of a float32 copy; it lives as long as this object."""
-        plain = vector.detach().float().contiguous()
-        address, target = self._arena.reserve(plain.nbytes)
-        target.copy_(plain.view(torch.uint8))
-        return address
+        return self.put(vector.float())
 
     def linear(
         self, kind: int, tensors: Sequence[StoredTensor], *, group: int = 64, interleaved: bool = False
@@ -197,7 +201,7 @@ class WeightPacker:
             TensorError: a scale, or a value of 16 bits, is NaN or infinite.
         """
         blocks = -(-len(addresses) // COLUMNS)
-        address, _ = self._arena.reserve(blocks * self._library.stored_block_bytes(kind, k))
+        address, _ = self.arena.reserve(blocks * self._library.stored_block_bytes(kind, k))
         rows = np.ascontiguousarray(addresses, np.uint64)
         patterns = _patterns(STORED[kind - WEIGHT_U4 - 1])
         arguments = (kind, None if patterns is None else patterns.ctypes.data, rows.ctypes.data, len(rows), k)
@@ -261,21 +265,21 @@ class WeightPacker:
         n, k = shape
         blocks = -(-n // COLUMNS)
         if kind == WEIGHT_F32:
-            address, _ = self._arena.reserve(blocks * COLUMNS * k * 4)
+            address, _ = self.arena.reserve(blocks * COLUMNS * k * 4)
             self._pack_with(self._library.pack_f32, rows, shape, (), address)
             return Linear(kind=kind, n=n, k=k, group=1, weights=address)
         if kind == WEIGHT_BF16:
             k_padded = k + k % 2
-            address, _ = self._arena.reserve(blocks * COLUMNS * k_padded * 2)
+            address, _ = self.arena.reserve(blocks * COLUMNS * k_padded * 2)
             self._pack_with(self._library.pack_bf16, rows, shape, (), address)
             return Linear(kind=kind, n=n, k=k_padded, group=1, weights=address)
         k_padded = k + -k % group
         # Reserve for 8 bits, because it is unknown yet whether 4 bits suffice. Then release the rest.
-        address, _ = self._arena.reserve(blocks * COLUMNS * (k_padded + 2 * (k_padded // group)))
+        address, _ = self.arena.reserve(blocks * COLUMNS * (k_padded + 2 * (k_padded // group)))
         on_grid, near = (False, _GRID_TOLERANCE[dtype]), (True, math.inf)
         for how in ((on_grid, near) if kind == WEIGHT_U4 else (on_grid,)) if k % U4_GROUP == 0 else ():
             if self._pack_with(self._library.pack_u4, rows, shape, how, address):
-                self._arena.shrink(blocks * COLUMNS * (k // 2 + 4 * (k // U4_GROUP)))
+                self.arena.shrink(blocks * COLUMNS * (k // 2 + 4 * (k // U4_GROUP)))
                 return Linear(kind=WEIGHT_U4, n=n, k=k, group=U4_GROUP, weights=address)
         self._pack_with(self._library.pack_i8, rows, shape, (group,), address)
         return Linear(kind=WEIGHT_I8, n=n, k=k_padded, group=group, weights=address)

@@ -49,6 +49,48 @@ FILE_GUARDS = (
         "a torn file in the cache makes another model of the same weights",
     ),
     Mutation(
+        "a damaged head of kept weights",
+        never,
+        ("nif/native/test_kept_weights.py::test_every_part_of_a_head_counts",),
+        "a torn head makes structs with pointers to anywhere",
+    ),
+    Mutation(
+        "weights of another model",
+        never,
+        ("nif/native/test_kept_weights.py::test_weights_of_another_model_under_this_name_are_not_used",),
+        "a copied file serves another model's weights",
+    ),
+    Mutation(
+        "damaged weights",
+        never,
+        ("nif/native/test_kept_weights.py::test_damaged_weights_are_named_once_and_packed_anew",),
+        "a bit that the disk has turned changes every answer",
+    ),
+    Mutation(
+        "the bound of kept weights",
+        never,
+        ("nif/native/test_kept_weights.py::test_weights_above_the_bound_are_not_kept_and_no_others_make_room",),
+        "packed weights fill the disk",
+    ),
+    Mutation(
+        "a block that was overwritten during the copy",
+        never,
+        ("nif/kv/test_disk_cache.py::test_a_block_that_loses_its_content_during_the_copy_is_not_written",),
+        "another prompt's keys and values get this block's name",
+    ),
+    Mutation(
+        "a block that others could have written",
+        never,
+        ("nif/kv/test_disk_cache.py::test_a_block_that_others_could_have_written_is_a_miss",),
+        "another user sets the model's state",
+    ),
+    Mutation(
+        "a damaged block",
+        never,
+        ("nif/kv/test_disk_cache.py::test_a_damaged_block_is_a_miss_and_is_removed",),
+        "a torn write changes answers",
+    ),
+    Mutation(
         "end tokens within the logits",
         never,
         (FILES + "test_an_end_token_is_a_whole_number_within_the_logits_width",),

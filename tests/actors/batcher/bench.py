@@ -12,6 +12,7 @@ from genbatch.actors.batcher.messages import Generate, Keep
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.runtime.actor import ActorRef, start
 from genbatch.nif.context import Context
+from genbatch.nif.kv.disk_cache import DiskCache
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runner import Runner
 from genbatch.nif.runners.torch_runner import TorchRunner
@@ -63,6 +64,7 @@ async def batcher(
     n_ctx: int | None = 512,
     num_blocks: list[int] | None = None,
     new_runner: Callable[[Model], Runner] = TorchRunner,
+    new_disk: Callable[[Any], DiskCache] | None = None,
     usual: dict[str, Any] | None = None,
     **options: Any,
 ) -> AsyncIterator[Bench]:
@@ -70,6 +72,7 @@ async def batcher(
 
     Args:
         num_blocks: of the pool, in the place of `n_ctx`.
+        new_disk: makes the prefix cache on disk for a runner's blocks.
         usual: what requests of `generate` have unless it is given otherwise.
         options: of the Batcher, in the place of those below.
     """
@@ -87,6 +90,7 @@ async def batcher(
             n_held=chosen.max_held_prompts,
             block_size=4,
             n_batch=chosen.max_batch_tokens,
+            disk=None if new_disk is None else new_disk(runners[-1]),
         )
 
     async with trio.open_nursery() as nursery:

@@ -115,7 +115,7 @@ async def test_h16_a_choice_whose_kv_was_kept_comes_back_without_the_one_whose_p
     def note(slots: Slots, owner: LlmRequest) -> None:
         pause(slots, owner)
         assert isinstance(owner, Sequence)
-        paused.append((owner.choice, owner.donor is None and not owner.waits_for_donor))
+        paused.append((owner.choice, owner.donor is None and not owner.waits_for_others))
 
     monkeypatch.setattr(Slots, "pause", note)
     together: dict[str, Any] = {"batch_size": 4, "batch_timeout": 1e6, "cpu_offload_space": 0.01}

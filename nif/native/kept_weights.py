@@ -1,0 +1,306 @@
+"""Kept weights: a model's packed weights in a file, so that the next engine maps them and packs nothing.
+
+    place = kept_place(model.identity, "int8", library)
+    kept = open_weights(place, library)              # None: there is no such file, or it is damaged
+    keep_weights(place, struct, arena, library, max_bytes)   # after packing, in a thread
+
+The file's name is a digest of the model's files, of this code and of the kernels, which are compiled for this CPU. A
+file is mapped only if no other user could have written it, and if its checksums are right. It is written under another
+name and renamed, so a file is there whole or not at all. Engines map it shared: the weights are once in memory, however
+many engines run.
+
+    genbatch weights 1 DIGEST LENGTH \\n
+    head        JSON: the key, the weights' spans with their checksums, the lengths of image and pointers
+    image       the structs for C, one after another; their pointers are zero
+    pointers    [pointers, 3] int64: place in the image, into what it points (WEIGHTS or IMAGE), and where
+    weights     at the next multiple of 2 MiB: the memory that was packed
+
+The digest (SHA-256) covers all between it and the weights.
+"""
+
+import ctypes
+import hashlib
+import json
+import logging
+import mmap
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock
+
+from genbatch.nif.cores import available_cores
+from genbatch.nif.models.model_source import cache_directory
+from genbatch.nif.native.library import ModelStruct, NativeArena
+from genbatch.nif.trusted_files import NotOurs, is_ours, private_folder
+
+log = logging.getLogger("genbatch")
+
+_MAGIC = b"genbatch weights 1"
+_ENDING = ".weights"
+_ALIGNMENT = 1 << 21  # the size of a huge page, which a file system with large folios maps whole
+_SPAN = 1 << 24  # bytes with a checksum of their own
+_MAX_HEAD = 1 << 30
+_WEIGHTS, _IMAGE = range(2)
+# The lengths of arrays that a struct points to, by the pointer's name: a field of the struct or of the model. Other
+# pointers have no such class in abi.h, or lead to one struct.
+_LENGTHS = {
+    "layers": "num_layers",
+    "parts": "num_parts",
+    "gate_up": "count",
+    "down": "count",
+    **dict.fromkeys(("meet", "give"), "num_heads"),
+}
+_SINGLE = ("recurrence", "latent", "experts")
+
+
+@dataclass(frozen=True, slots=True)
+class KeptWeights:
+    """Mapped weights, and the structs that point into them.
+
+    Args:
+        struct: the model.
+        num_bytes: the size of the mapped weights.
+        held: what must stay in memory.
+    """
+
+    struct: ModelStruct
+    num_bytes: int
+    held: Sequence[Any]
+
+
+def kept_place(identity: str, form: str, library: ctypes.CDLL) -> Path:
+    """Return the path of a model's packed weights.
+
+    Args:
+        identity: of the model's files and of this code; see `files_identity`.
+        form: dtype and quantisation.
+        library: what `native_library` returned.
+    """
+    digest = hashlib.sha256(kernels_digest(library).encode())
+    for part in (identity, form):
+        digest.update(part.encode() + b"\0")
+    return cache_directory() / "packed" / f"{digest.hexdigest()[:32]}{_ENDING}"
+
+
+def kernels_digest(library: ctypes.CDLL) -> str:
+    """Return a digest of the compiled kernels, and of the kernels that they choose on this CPU."""
+    chosen = f"digits {library.digits_pay()}"
+    return hashlib.sha256(Path(library._name).read_bytes() + chosen.encode()).hexdigest()
+
+
+# Reading
+
+
+def open_weights(place: Path, library: ctypes.CDLL) -> KeptWeights | None:
+    """Map a file that is there, ours and whole; else return None."""
+    try:
+        if not is_ours(place):
+            return None
+        with place.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ)
+        kept = _opened(place, mapped, library)
+        with suppress(OSError):  # a read-only disk
+            os.utime(place)  # the files that were used last stay
+        return kept
+    except OSError as fault:
+        log.debug("%s is not mapped: %s", place, fault)
+    except (ValueError, KeyError, TypeError, IndexError) as fault:
+        log.warning("the packed weights %s are damaged, and are packed anew: %s", place, fault)
+        with suppress(OSError):
+            place.unlink()  # so that the new ones are kept
+    return None
+
+
+def _opened(place: Path, mapped: mmap.mmap, library: ctypes.CDLL) -> KeptWeights:
+    """Raises ValueError, KeyError, TypeError or IndexError if the file is damaged."""
+    content = np.frombuffer(mapped, np.uint8)
+    line = mapped[:256].split(b"\n", 1)[0]
+    magic, digest, length = line.rsplit(b" ", 2)
+    start, size = len(line) + 1, int(length)
+    rest = mapped[start : start + size]
+    # guard: a damaged head of kept weights
+    if magic != _MAGIC or size > _MAX_HEAD or hashlib.sha256(rest).hexdigest().encode() != digest:
+        raise ValueError("its head is not what was written")
+    words, data = rest.split(b"\n", 1)
+    head = json.loads(words)
+    # guard: weights of another model
+    if head["key"] != place.stem:
+        raise ValueError("it is the file of another model or format")
+    begin = _padded(start + size)
+    address = content.ctypes.data + begin
+    if begin + max(at + count for at, count, _ in head["spans"]) > len(content):
+        raise ValueError("it is cut short")
+
+    def is_right(span: tuple[int, int, int]) -> bool:
+        at, count, checksum = span
+        return bool(library.checksum(address + at, count) == checksum)
+
+    with ThreadPoolExecutor(available_cores()) as threads:
+        # guard: damaged weights
+        if not all(threads.map(is_right, head["spans"])):
+            raise ValueError("its weights are not what was written")
+    image = bytearray(data[: head["image"]])
+    pointers = np.frombuffer(data, np.int64, offset=head["image"]).reshape(-1, 3)
+    bases = np.array([address, ctypes.addressof(ctypes.c_char.from_buffer(image))])
+    np.frombuffer(image, np.int64)[pointers[:, 0] // 8] = bases[pointers[:, 1]] + pointers[:, 2]
+    struct = ModelStruct.from_buffer(image)
+    return KeptWeights(struct, sum(count for _, count, _ in head["spans"]), (mapped, content, image))
+
+
+def _padded(size: int) -> int:
+    return size + -size % _ALIGNMENT
+
+
+# Writing
+
+
+class _Image:
+    """The structs for C, copied one after another, and the places of their pointers.
+
+    Args:
+        struct: the model.
+        parts: the memory that its pointers lead to.
+    """
+
+    def __init__(self, struct: ModelStruct, parts: Sequence[np.ndarray]) -> None:
+        self._model = struct
+        self.data = bytearray()
+        self.pointers: list[tuple[int, int, int]] = []
+        self.offsets = []  # of the parts among the weights
+        end = 0
+        for part in parts:
+            self.offsets.append(end)
+            end += _padded(len(part))
+        ends = zip(parts, self.offsets, strict=True)
+        self._parts = [(part.ctypes.data, len(part), offset) for part, offset in ends]
+        self._add(struct)
+
+    def _add(self, what: Any) -> int:
+        at = len(self.data)
+        self.data += bytes(what)
+        self._point(what, at)
+        return at
+
+    def _point(self, what: Any, at: int) -> None:
+        """Enter the pointers of a struct, or an array of structs, that is at `at` in the image."""
+        if isinstance(what, ctypes.Array):
+            for index, item in enumerate(what):
+                self._point(item, at + index * ctypes.sizeof(item))
+            return
+        for name, kind in what._fields_:
+            place, value = at + getattr(type(what), name).offset, getattr(what, name)
+            if issubclass(kind, ctypes.Structure):
+                self._point(value, place)
+            elif kind is ctypes.c_void_p:
+                if value is not None:
+                    self.pointers.append((place, _WEIGHTS, self._offset(value)))
+            elif issubclass(kind, ctypes._Pointer) and value:
+                assert name in _LENGTHS or name in _SINGLE, f"how many structs does {name} point to?"
+                length = _LENGTHS.get(name)
+                count = 1 if length is None else getattr(what if hasattr(what, length) else self._model, length)
+                array = ctypes.cast(value, ctypes.POINTER(kind._type_ * count)).contents
+                self.pointers.append((place, _IMAGE, self._add(array)))
+
+    def _offset(self, address: int) -> int:
+        for begin, size, offset in self._parts:
+            if begin <= address < begin + size:
+                return offset + address - begin
+        raise AssertionError("a pointer of the model leads outside its packed weights")
+
+
+def keep_weights(place: Path, struct: ModelStruct, arena: NativeArena, library: ctypes.CDLL, max_bytes: int) -> None:
+    """Write packed weights to `place`; logs the reason if they cannot be written.
+
+    Args:
+        struct: the model, with pointers into `arena`.
+        max_bytes: the most bytes of all kept weights; the files that were used longest ago are removed.
+    """
+    try:
+        private_folder(place.parent)
+        with FileLock(place.parent / "lock"):
+            if not is_ours(place):
+                place.unlink(missing_ok=True)
+                _write(place, struct, arena, library, max_bytes)
+    except (NotOurs, OSError) as fault:
+        log.warning("the packed weights are not kept, so the next start is slower: %s", fault)
+
+
+def keep_in_background(
+    place: Path, struct: ModelStruct, arena: NativeArena, library: ctypes.CDLL, max_bytes: int
+) -> threading.Thread:
+    """Call `keep_weights` on a thread that does not hold the process up at its end."""
+    arguments = (place, struct, arena, library, max_bytes)
+    thread = threading.Thread(target=keep_weights, args=arguments, name="keep weights", daemon=True)
+    thread.start()
+    return thread
+
+
+def _write(place: Path, struct: ModelStruct, arena: NativeArena, library: ctypes.CDLL, max_bytes: int) -> None:
+    parts = [part.numpy() for part in arena.parts()]
+    image = _Image(struct, parts)
+    total = sum(map(_padded, map(len, parts)))
+    if not _make_room(place.parent, total, max_bytes):
+        return
+    spans = []
+    for part, offset in zip(parts, image.offsets, strict=True):
+        for at in range(0, len(part), _SPAN):
+            count = min(_SPAN, len(part) - at)
+            spans.append((offset + at, count, library.checksum(part.ctypes.data + at, count)))
+    pointers = np.array(image.pointers, np.int64).tobytes()
+    head = json.dumps({"key": place.stem, "spans": spans, "image": len(image.data)}).encode()
+    rest = head + b"\n" + bytes(image.data) + pointers
+    line = b"%s %s %d\n" % (_MAGIC, hashlib.sha256(rest).hexdigest().encode(), len(rest))
+    descriptor, name = tempfile.mkstemp(dir=place.parent, suffix=".partial")  # for this user alone
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(line + rest)
+            begin = _padded(len(line) + len(rest))
+            for piece, at in _pieces(parts, image.offsets):
+                file.seek(begin + at)
+                file.write(piece.data)
+            file.flush()
+            os.fsync(descriptor)
+        Path(name).replace(place)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _pieces(parts: Sequence[np.ndarray], offsets: Sequence[int]) -> Iterator[tuple[np.ndarray, int]]:
+    """Yield the weights in pieces, and rest as long as each took: requests need the cores and the memory, too."""
+    for part, offset in zip(parts, offsets, strict=True):
+        for at in range(0, len(part), _SPAN):
+            began = time.monotonic()
+            yield part[at : at + _SPAN], offset + at
+            time.sleep(time.monotonic() - began)
+
+
+def _make_room(folder: Path, size: int, max_bytes: int) -> bool:
+    """Remove files that were used longest ago, and what an interrupted write left; returns whether `size` bytes fit."""
+    free = shutil.disk_usage(folder).free
+    # guard: the bound of kept weights
+    if size > max_bytes:
+        told = "the packed weights take %d MB and are not kept: weights_cache allows %d MB"
+        log.info(told, size >> 20, max_bytes >> 20)
+        return False
+    if size > free:
+        raise OSError(f"{folder} has {free >> 20} MB free, and they take {size >> 20} MB")
+    for left in folder.glob("*.partial"):
+        left.unlink(missing_ok=True)
+    kept = sorted(folder.glob(f"*{_ENDING}"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    for path in kept:
+        size += path.stat().st_size
+        if size > max_bytes:
+            with suppress(OSError):
+                path.unlink()  # engines that have mapped it keep it
+    return True

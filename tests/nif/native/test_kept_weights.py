@@ -1,0 +1,327 @@
+"""Packed weights on disk: mapped weights give the same bits. A file that is not whole, ours and right is not used."""
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from genbatch.nif.context.context import Context
+from genbatch.nif.context.engine import load_engine
+from genbatch.nif.engine_options import EngineOptions
+from genbatch.nif.errors import OptionError
+from genbatch.nif.models.model import describe_model
+from genbatch.nif.models.model_source import cache_directory, resolve_model
+from genbatch.nif.models.warm_model import files_identity
+from genbatch.nif.native import kept_weights
+from genbatch.nif.native.library import native_library
+from genbatch.nif.native.model_weights import ModelWeights
+from genbatch.nif.native.runner import NativeRunner
+from tests.nif.models.gguf_files import write_llama
+from tests.nif.native.models import CONFIGS, build_native_model
+from tests.nif.tiny_models import build_tokenizer
+
+GB = 2**30
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache directory without packed weights, that has the compiled kernels of the other."""
+    native_library()  # compiled once, there
+    folder = tmp_path / "cache"
+    folder.mkdir(mode=0o700)
+    (folder / "native").symlink_to(cache_directory() / "native")
+    monkeypatch.setenv("GENBATCH_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture
+def gguf(tmp_path: Path) -> Path:
+    path = tmp_path / "model" / "tiny.gguf"
+    path.parent.mkdir()
+    write_llama(path)
+    return path
+
+
+def start(path: Path, quantize: str = "none", cache_bytes: int = GB) -> ModelWeights:
+    """Pack or map a model's weights, and wait until they are written."""
+    identity = files_identity(resolve_model(str(path)))
+    model = describe_model(str(path), dtype="float32")
+    assert model is not None and identity
+    weights = ModelWeights(replace(model, identity=identity), quantize, cache_bytes=cache_bytes)
+    if weights.keeping is not None:
+        weights.keeping.join()
+    return weights
+
+
+def logits(weights: ModelWeights) -> torch.Tensor:
+    context = Context(weights.model, NativeRunner(weights, n_threads=1), n_ctx=64, n_parallel=1)
+    try:
+        return torch.stack([context.prefill([1, 5, 3, 9, 2], 0, 0), context.prefill([4, 4], 0, 5)])
+    finally:
+        context.close()
+
+
+def files(cache: Path) -> list[Path]:
+    return sorted((cache / "packed").glob("*.weights"))
+
+
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_mapped_weights_give_the_bits_of_packed_weights(name: str, quantize: str, cache: Path, tmp_path: Path) -> None:
+    path = build_native_model(name, tmp_path / name, build_tokenizer)
+    packed, mapped = start(path, quantize), start(path, quantize)
+    assert not packed.num_mapped and mapped.num_mapped and mapped.keeping is None
+    assert mapped.groups == packed.groups
+    assert torch.equal(logits(mapped), logits(packed))
+
+
+@pytest.mark.parametrize("where", ["magic", "digest", "head", "image", "first", "last", "short", "cut", "empty"])
+def test_damaged_weights_are_named_once_and_packed_anew(
+    where: str, cache: Path, gguf: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = logits(start(gguf))
+    [path] = files(cache)
+    data = bytearray(path.read_bytes())
+    head = len(data[:256].split(b"\n", 1)[0])
+    weights = 2 << 20
+    places = {"magic": 0, "digest": 25, "head": head + 9, "image": data.index(b"\n", head + 1) + 700, "first": weights}
+    at = {**places, "last": len(data.rstrip(b"\0")) - 1}.get(where)
+    if at is not None:
+        data[at] ^= 4
+    path.write_bytes(data[: {"short": -64, "cut": weights, "empty": 0}.get(where, len(data))])
+    with caplog.at_level(logging.WARNING, "genbatch"):
+        again = start(gguf)
+    assert not again.num_mapped and torch.equal(logits(again), right)
+    [told] = caplog.messages
+    assert "damaged, and are packed anew" in told and str(path) in told
+    last = start(gguf)
+    assert last.num_mapped and torch.equal(logits(last), right)
+
+
+def test_every_part_of_a_head_counts(cache: Path, gguf: Path) -> None:
+    start(gguf)
+    [path] = files(cache)
+    data = bytearray(path.read_bytes())
+    line = data[:256].split(b"\n", 1)[0]
+    for at in range(0, len(line) + int(line.split()[-1]), 97):
+        data[at] ^= 1
+        path.write_bytes(data)
+        assert kept_weights.open_weights(path, native_library()) is None, at
+        data[at] ^= 1
+    path.write_bytes(data)
+    assert kept_weights.open_weights(path, native_library()) is not None
+
+
+def test_weights_that_others_could_have_written_are_not_mapped(cache: Path, gguf: Path) -> None:
+    start(gguf)
+    [path] = files(cache)
+
+    def is_used() -> bool:
+        return kept_weights.open_weights(path, native_library()) is not None
+
+    assert is_used()
+    for place, open_, closed in ((path, 0o666, 0o600), (path.parent, 0o777, 0o700)):
+        place.chmod(open_)
+        assert not is_used()
+        place.chmod(closed)
+        assert is_used()
+    other = path.with_name("other")
+    other.hardlink_to(path)  # a file of two names
+    assert not is_used()
+    other.unlink()
+    path.rename(other)
+    path.symlink_to(other)
+    assert not is_used()
+    if os.geteuid() == 0:
+        path.unlink()
+        other.rename(path)
+        os.chown(path, 12345, 12345)
+        assert not is_used()
+
+
+def test_a_model_that_was_written_since_is_packed_anew_though_its_size_and_time_are_the_same(
+    cache: Path, gguf: Path
+) -> None:
+    start(gguf)
+    status, data = gguf.stat(), gguf.read_bytes()
+    gguf.write_bytes(data)
+    os.utime(gguf, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert not start(gguf).num_mapped
+
+
+def test_weights_of_another_model_under_this_name_are_not_used(
+    cache: Path, gguf: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start(gguf)
+    [path] = files(cache)
+    other = tmp_path / "other.gguf"
+    write_llama(other)
+    start(other)
+    [foreign] = [one for one in files(cache) if one != path]
+    shutil.copyfile(foreign, path)
+    assert not start(gguf).num_mapped
+    assert "another model" in caplog.text
+
+
+@pytest.mark.parametrize("form", [("int8", GB), ("none", 0)])
+def test_weights_of_another_format_are_not_used_and_0_bytes_keep_none(
+    form: tuple[str, int], cache: Path, gguf: Path
+) -> None:
+    start(gguf)
+    assert not start(gguf, *form).num_mapped
+    assert len(files(cache)) == 1 + bool(form[1])
+
+
+def test_weights_of_other_kernels_are_not_used(cache: Path, gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = native_library()
+    place = kept_weights.kept_place("a", "b", library)
+    assert place == kept_weights.kept_place("a", "b", library)
+
+    class Other:
+        """Kernels with other bytes, or for a CPU with other multiplications."""
+
+        def __init__(self, path: Path, pays: bool) -> None:
+            self._name, self.digits_pay = str(path), lambda: pays
+
+    compiled = cache / "other.so"
+    shutil.copyfile(library._name, compiled)
+    pays = bool(library.digits_pay())
+    same: Any = Other(compiled, pays)
+    assert kept_weights.kept_place("a", "b", same) == place
+    others: list[Any] = [Other(compiled, not pays)]
+    with compiled.open("ab") as file:
+        file.write(b"1")
+    others.append(Other(compiled, pays))
+    assert place not in [kept_weights.kept_place("a", "b", other) for other in others]
+
+
+def test_the_files_that_were_used_last_stay_within_the_bound(cache: Path, tmp_path: Path) -> None:
+    paths = [tmp_path / f"{number}.gguf" for number in range(3)]
+    for path in paths:
+        write_llama(path)
+    start(paths[0])
+    room = 2 * files(cache)[0].stat().st_size + 1000
+    start(paths[1])
+    for age, path in enumerate(files(cache)):
+        os.utime(path, ns=(age, age))  # long ago
+    assert start(paths[0], cache_bytes=room).num_mapped  # is used, and so the other is the older one
+    start(paths[2], cache_bytes=room)
+    assert len(files(cache)) == 2
+    assert [bool(start(path, cache_bytes=room).num_mapped) for path in (paths[0], paths[2], paths[1])] == [1, 1, 0]
+
+
+def test_weights_above_the_bound_are_not_kept_and_no_others_make_room(
+    cache: Path, gguf: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start(gguf)
+    with caplog.at_level(logging.INFO, "genbatch"):
+        start(gguf, "int8", 1000)
+    assert "weights_cache allows" in caplog.text
+    assert start(gguf).num_mapped
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from genbatch.nif.native import kept_weights
+from tests.nif.native.test_kept_weights import start
+
+def die(parts, offsets):
+    yield parts[0][:64], offsets[0]
+    os._exit(9)
+
+kept_weights._pieces = die
+start(Path(sys.argv[1]))
+"""
+
+
+def test_a_killed_writer_leaves_no_file_that_is_used_and_the_next_one_removes_its_rest(cache: Path, gguf: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED, str(gguf)], cwd=Path(__file__).parents[3], check=False)
+    assert done.returncode == 9
+    assert [path.suffix for path in (cache / "packed").iterdir() if path.name != "lock"] == [".partial"]
+    assert not start(gguf).num_mapped
+    assert [path.suffix for path in (cache / "packed").iterdir() if path.name != "lock"] == [".weights"]
+    assert start(gguf).num_mapped
+
+
+@pytest.mark.parametrize("kind", ["full", "read-only", "file"])
+def test_a_disk_that_takes_no_weights_is_named_once_and_the_model_is_used(
+    kind: str, cache: Path, gguf: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = cache / "packed"
+    if kind == "file":
+        folder.write_bytes(b"no folder")
+    else:
+        folder.mkdir(mode=0o700)
+        options = "mode=700,size=4k" if kind == "full" else "mode=700,ro"
+        mount = ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)]
+        if subprocess.run(mount, stderr=subprocess.DEVNULL, check=False).returncode:
+            pytest.skip("this system mounts no file system for a test")
+    if kind == "full":  # the disk fills after it was looked at
+        usage = shutil.disk_usage(folder)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=GB))
+    try:
+        with caplog.at_level(logging.WARNING, "genbatch"):
+            weights = start(gguf)
+        [told] = caplog.messages
+        assert "the next start is slower" in told
+        assert not weights.num_mapped and logits(weights).isfinite().all()
+        assert kind == "file" or not [path for path in folder.iterdir() if path.name != "lock"]
+    finally:
+        if kind != "file":
+            subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_two_engines_have_the_weights_once_in_memory(cache: Path, gguf: Path) -> None:
+    start(gguf)
+    [path] = files(cache)
+    both = [kept_weights.open_weights(path, native_library()) for _ in range(2)]
+    assert None not in both
+    lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(path))]
+    assert len(lines) == 2 and all(" r--s " in line for line in lines)  # not writable, and shared
+
+
+def test_an_engine_keeps_its_weights_by_default_and_reads_no_header_the_next_time(cache: Path, gguf: Path) -> None:
+    def load(**options: Any) -> Any:
+        engine = load_engine(EngineOptions(model_path=str(gguf), n_gpu_layers=0, n_ctx=64, **options))
+        runner: Any = engine._new_runner(1)
+        weights = runner._weights
+        if weights.keeping is not None:
+            weights.keeping.join()
+        return engine, runner
+
+    engine, runner = load()
+    assert not runner.own_bytes(1, 16)
+    again, mapped = load()
+    # Pages of mapped weights count as available memory, which the pool must not take.
+    assert mapped.own_bytes(1, 16) == mapped._weights.num_mapped > 0
+    assert "_made" not in vars(again.model.weights) and "_made" not in vars(again.model.hf)
+    contexts = [one.open_context(n_parallel=1, n_held=0, n_batch=16) for one in (engine, again)]
+    first, second = (context.prefill([1, 5, 3], 0, 0) for context in contexts)
+    assert torch.equal(first, second)
+    _, other = load(weights_cache=0)
+    assert not other.own_bytes(1, 16) and other._weights.keeping is None
+    with pytest.raises(OptionError, match="weights_cache"):
+        EngineOptions(weights_cache=-1)
+
+
+def test_writing_takes_half_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, slept = 0.0, []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "sleep", sleep)
+    parts = [torch.zeros(40 << 20, dtype=torch.uint8).numpy()]
+    for piece, _ in kept_weights._pieces(parts, [0]):
+        now += len(piece)
+    assert slept == [16 << 20, 16 << 20, 8 << 20]
