@@ -1,6 +1,5 @@
 """The options and their documented defaults."""
 
-import pickle
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,6 +9,7 @@ import trio
 from genbatch.actors.batcher import parts
 from genbatch.actors.batcher.batcher import Batcher
 from genbatch.actors.batcher.options import BatcherOptions
+from genbatch.actors.engine.child_process import decode_options, encode_options
 from genbatch.actors.runtime.actor import start
 from genbatch.actors.scheduling.scheduler import SchedulerError
 from genbatch.nif.context.engine import Engine
@@ -36,11 +36,11 @@ def test_an_idle_batcher_waits_for_all_of_a_window_that_somebody_set() -> None:
 
 @pytest.mark.parametrize(("gib", "slots", "tokens"), [(8, 32, 512), (24, 64, 1024), (80, 256, 4096), (141, 256, 4096)])
 def test_a_gpu_takes_what_its_memory_holds_where_nothing_is_given(gib: int, slots: int, tokens: int) -> None:
-    sent = pickle.loads(pickle.dumps(replace(BatcherOptions(), max_queue=7)))  # to the engine's process
+    sent = decode_options(encode_options(BatcherOptions(max_queue=7)), BatcherOptions)  # to the engine's process
     on_gpu = sent.on_device(gib * 2**30)
     assert (on_gpu.n_parallel, on_gpu.max_batch_tokens, on_gpu.target_inter_token_latency_ms) == (slots, tokens, 20.0)
     assert (on_gpu.scheduling.max_num_requests, on_gpu.scheduling.max_batch_tokens) == (slots, tokens)
-    assert pickle.loads(pickle.dumps(EngineOptions())).on_device("cuda").positions is None
+    assert decode_options(encode_options(EngineOptions()), EngineOptions).on_device("cuda").positions is None
     chosen = BatcherOptions(n_parallel=8, max_batch_tokens=512, target_inter_token_latency_ms=5.0)
     assert chosen.on_device(gib * 2**30) == chosen
     assert EngineOptions(n_ctx=8192).on_device("cuda").positions == 8192
