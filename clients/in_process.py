@@ -22,7 +22,7 @@ from anyio.from_thread import start_blocking_portal
 
 from genbatch.actors.batcher.messages import LoadSession, SaveSession
 from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.gateways.dispatcher import Dispatcher
+from genbatch.actors.gateways.dispatcher import Caller, Dispatcher
 from genbatch.actors.runtime.supervisor import background
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.service import Service, open_service
@@ -74,7 +74,7 @@ class BatcherClient(AsyncCalls):
             return await self._call(request, None)
         # Send a map, because the dispatcher checks the types of a map and a struct's constructor checks none.
         fields = msgspec.structs.asdict(request)
-        return await self._dispatcher.call(asked_method(request).name, fields, client=CLIENT, on_token=None)
+        return await self._dispatcher.call(asked_method(request).name, fields, Caller(CLIENT))
 
     async def save_session(
         self, messages: Sequence[MessageLike], *, tenant: str = "", model: str | None = None
@@ -115,7 +115,7 @@ class BatcherClient(AsyncCalls):
 
     async def _call(self, request: GenerateRequest, on_token: Callable[[Token], None] | None) -> Result:
         method = "generate" if on_token is None else "stream"
-        result = await self._dispatcher.call(method, request, client=CLIENT, on_token=on_token)
+        result = await self._dispatcher.call(method, request, Caller(CLIENT, on_token))
         assert isinstance(result, Result)
         return result
 

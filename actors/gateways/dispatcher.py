@@ -1,7 +1,7 @@
 """Dispatcher: runs the methods of the service. It uses neither sockets nor bytes, so all gateways share it.
 
     dispatcher = Dispatcher(batcher)
-    result = await dispatcher.call("generate", {"prompt": "Hello"}, client="zeromq:0a1b", on_token=None)
+    result = await dispatcher.call("generate", {"prompt": "Hello"}, Caller("host:localhost"))
 
 Cancelling the task that waits here cancels the request.
 """
@@ -13,7 +13,7 @@ from base64 import b64encode
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -78,15 +78,15 @@ class Caller:
     """The caller of a method, and the callback for its tokens.
 
     Args:
-        client: its account if it has shown neither a key nor a token (accepting.py).
-        on_token: called on the event loop, must not block; None for no tokens.
-        request_id: the request's name in logs and spans; "" if the gateway has none.
+        client: the account of its connection (accepting.py), for fairness and logs.
+        on_token: takes a streaming method's tokens on the event loop; it must not block.
         tenant: the tenant of its key or token; None at a gateway without keys and tokens.
-        drawn: see Generate.
+        request_id: the request's name in logs and spans; "" if the gateway has none.
+        drawn: the tokens that the caller has of a lost stream of this request.
     """
 
     client: str
-    on_token: OnToken | None
+    on_token: OnToken | None = None
     tenant: str | None = None
     request_id: str = ""
     drawn: tuple[DrawnTokens, ...] = ()
@@ -234,23 +234,13 @@ class Dispatcher:
         self,
         method: str,
         params: dict[Any, Any] | msgspec.Struct,
-        *,
-        client: str,
-        on_token: OnToken | None,
-        tenant: str | None = None,
-        request_id: str = "",
-        drawn: tuple[DrawnTokens, ...] = (),
+        caller: Caller,
     ) -> object:
         """Run a method and return its result: a type of proto, or plain data.
 
         Args:
             method: its name.
             params: the unchecked parameters from the wire, or the method's request from a caller in this program.
-            client: the account of the caller's connection, for fairness and logs.
-            on_token: takes a streaming method's tokens; other methods ignore it.
-            request_id: the request's name in logs and spans.
-            tenant: the tenant of the caller's key or token; None at a gateway without keys and tokens.
-            drawn: the tokens that the caller has of a lost stream of this request.
 
         Raises:
             GenbatchError: every failure, whatever its cause.
@@ -261,12 +251,11 @@ class Dispatcher:
             known = ", ".join(METHODS)
             raise UnknownMethod(f"no method {method[:64]!r}; there are {known}") from None
         if self._of_fleet:
-            tenant = None  # a key names the gateway, not its clients
+            caller = replace(caller, tenant=None)  # a key names the gateway, not its clients
         # guard: drain is the operator's
-        if row.is_operators and tenant is not None:
+        if row.is_operators and caller.tenant is not None:
             raise Forbidden(f"{method} is for the operator, at an address of this machine without keys or tokens")
         try:
-            caller = Caller(client, on_token if row.streams else None, tenant, request_id, drawn)
             return await self._answer(row, params, caller)
         except GenbatchError:
             raise
@@ -278,7 +267,7 @@ class Dispatcher:
             raise Unavailable("the batcher does not answer", retry_after_ms=RETRY_AFTER_RESTART_MS) from error
         except Exception as error:
             # Keep the error's text from clients, since it may reveal internals.
-            logger.exception("method %s of client %s failed", method, client)
+            logger.exception("method %s of client %s failed", method, caller.client)
             raise EngineError("the service failed at this call") from error
 
     async def _answer(self, method: Method, params: dict[Any, Any] | msgspec.Struct, caller: Caller) -> object:
@@ -296,7 +285,7 @@ class Dispatcher:
                     stream_options=STREAM_OPTIONS,
                 )
             case GenerateRequest():
-                return await self._generate(request, caller)
+                return await self._generate(request, caller, streams=method.streams)
             case EmbedRequest():
                 return await self._embed(request, caller)
             case ScoreRequest():
@@ -315,7 +304,7 @@ class Dispatcher:
     async def _ask(self, request: msgspec.Struct, method: Method) -> object:
         return await self._batcher.call(request, timeout=method.timeout_s, control=method.lane is Lane.CONTROL)
 
-    async def _generate(self, request: GenerateRequest, caller: Caller) -> object:
+    async def _generate(self, request: GenerateRequest, caller: Caller, *, streams: bool) -> object:
         request = _claimed(request, caller)
         payer = caller.payer
         if request.payer is not None:
@@ -323,7 +312,8 @@ class Dispatcher:
             if not self._of_fleet:
                 raise InvalidRequest("payer", "is for the gateways of a fleet to say")
             payer = request.payer.name
-        message = Generate(request, caller.on_token, payer, request_id=caller.request_id, drawn=caller.drawn)
+        on_token = caller.on_token if streams else None
+        message = Generate(request, on_token, payer, request_id=caller.request_id, drawn=caller.drawn)
         with self._requests.taken(self._text_payer(caller), held_bytes(request) + held_bytes(caller.drawn)):
             return await self._batcher.call(message, timeout=None)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import trio
 
 from genbatch.actors.gateways.accepting import Peer
-from genbatch.actors.gateways.dispatcher import Dispatcher
+from genbatch.actors.gateways.dispatcher import Caller, Dispatcher
 from genbatch.proto.errors import Cancelled, EngineError, GenbatchError, InvalidRequest, Unavailable
 from genbatch.proto.messages import Token
 from genbatch.proto.rpc import (
@@ -352,16 +352,10 @@ class RPCSession:
         return final
 
     async def _run(self, request: CallReceived, on_token: Callable[[Token], None], call: OpenCall) -> bytes:
+        request_id = f"{self.client}/{request.msgid}"
+        caller = Caller(self._account, on_token, self.tenant, request_id, request.options.drawn)
         try:
-            result = await self._dispatcher.call(
-                request.method,
-                request.params,
-                client=self._account,
-                on_token=on_token,
-                tenant=self.tenant,
-                request_id=f"{self.client}/{request.msgid}",
-                drawn=request.options.drawn,
-            )
+            result = await self._dispatcher.call(request.method, request.params, caller)
         except GenbatchError as error:
             await call.caught_up()
             return self._connection.error(request.msgid, error)

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from genbatch.actors.batcher.messages import RETRY_AFTER_DRAIN_MS
 from genbatch.actors.gateways.accepting import Seat, account_of_host
-from genbatch.actors.gateways.dispatcher import Dispatcher
+from genbatch.actors.gateways.dispatcher import Caller, Dispatcher
 from genbatch.actors.gateways.http.bodies import Refusal, api_response
 from genbatch.actors.security.key_files import bearer_token
 from genbatch.actors.security.security import Authenticate, is_loopback
@@ -219,14 +219,8 @@ class HTTPCalls:
         caller: HTTPCaller,
         on_token: Callable[[Token], None] | None = None,
     ) -> object:
-        return await self._dispatcher.call(
-            method,
-            params,
-            client=caller.client,
-            on_token=on_token,
-            tenant=caller.tenant,
-            request_id=caller.request_id,
-        )
+        who = Caller(caller.client, on_token, caller.tenant, caller.request_id)
+        return await self._dispatcher.call(method, params, who)
 
 
 OURSELVES = HTTPCaller("")  # not bounded as clients are

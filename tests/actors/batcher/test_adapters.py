@@ -9,7 +9,7 @@ import pytest
 import torch
 import trio
 
-from genbatch.actors.gateways.dispatcher import Dispatcher
+from genbatch.actors.gateways.dispatcher import Caller, Dispatcher
 from genbatch.actors.recording.replay import replay
 from genbatch.clients import open_batcher
 from genbatch.clients.in_process import BatcherClient
@@ -252,7 +252,7 @@ async def test_only_the_operator_loads_and_unloads(base: Path, dirs: dict[str, P
             ("unload_adapter", {"name": "x"}),
         ):
             with pytest.raises(Forbidden):
-                await dispatcher.call(method, params, client="c", on_token=None, tenant="alice")
+                await dispatcher.call(method, params, Caller("c", tenant="alice"))
 
 
 @pytest.mark.trio

@@ -13,6 +13,7 @@ from genbatch.actors.gateways.dispatcher import (
     MAX_TEXT_CALLS,
     MAX_TEXTS_BYTES,
     TEXT_TURN_BYTES,
+    Caller,
     Dispatcher,
 )
 from genbatch.actors.gateways.session import CallHost, Outbox, RPCSession
@@ -37,7 +38,7 @@ pytestmark = pytest.mark.trio
 
 async def call(dispatcher: Dispatcher, method: str, params: object, on_token: object = None) -> object:
     assert isinstance(params, dict)
-    return await dispatcher.call(method, params, client="tester", on_token=on_token)  # type: ignore[arg-type]
+    return await dispatcher.call(method, params, Caller("tester", on_token))  # type: ignore[arg-type]
 
 
 async def test_generate_gives_the_result_and_stream_the_tokens_too(nursery: trio.Nursery) -> None:
@@ -85,7 +86,7 @@ async def test_a_key_has_one_share_however_many_connections_it_has(nursery: trio
     batcher = ScriptedBatcher()
     dispatcher = Dispatcher(await start(nursery, batcher))
     for client in ("zeromq:1", "rpc:2"):
-        await dispatcher.call("generate", {"prompt": "a"}, client=client, on_token=None, tenant="alice")
+        await dispatcher.call("generate", {"prompt": "a"}, Caller(client, tenant="alice"))
     assert [message.client for message in batcher.requests] == ["tenant:alice"] * 2
 
 
@@ -97,13 +98,13 @@ async def test_only_a_fleets_gateways_say_whom_they_ask_for_and_may_drain_with_a
         await call(Dispatcher(ref), "generate", dict(params) | {"tenant": ""})
     assert refused.value.field == "payer" and not batcher.requests
     ours = Dispatcher(ref, of_fleet=True)
-    await ours.call("generate", params, client="zeromq:1", on_token=None, tenant="gateway-1")
+    await ours.call("generate", params, Caller("zeromq:1", tenant="gateway-1"))
     [message] = batcher.requests
     assert (message.client, message.request.tenant) == ("g/c1", "alice")
     assert (await call(ours, "hello", {})) and ours.max_calls > Dispatcher(ref).max_calls
     with pytest.raises(Forbidden):
-        await Dispatcher(ref).call("drain", {}, client="c", on_token=None, tenant="alice")
-    await ours.call("drain", {}, client="zeromq:1", on_token=None, tenant="gateway-1")
+        await Dispatcher(ref).call("drain", {}, Caller("c", tenant="alice"))
+    await ours.call("drain", {}, Caller("zeromq:1", tenant="gateway-1"))
 
 
 async def test_a_typed_error_passes_and_any_other_is_hidden(nursery: trio.Nursery) -> None:
@@ -165,7 +166,7 @@ async def test_texts_that_are_being_read_are_bounded_for_each_client_and_for_all
     ids = [1] * (MAX_TEXT_BYTES // 48)
 
     async def read(client: str, method: str = "tokenize", **params: object) -> None:
-        await dispatcher.call(method, params or {"prompt": text}, client=client, on_token=None)
+        await dispatcher.call(method, params or {"prompt": text}, Caller(client))
 
     async with trio.open_nursery() as callers:
         callers.start_soon(read, "a")
@@ -213,7 +214,7 @@ async def test_long_texts_of_one_client_are_sent_one_after_another_and_others_do
     async def read(name: str, size: int) -> None:
         with trio.CancelScope() as scopes[name]:
             params = {"prompt": name.ljust(size, "x")}
-            await dispatcher.call("tokenize", params, client=name[0] if name[0] != "-" else "", on_token=None)
+            await dispatcher.call("tokenize", params, Caller(name[0] if name[0] != "-" else ""))
 
     async def step(*names: str, size: int = TEXT_TURN_BYTES) -> list[str]:
         before = len(sent)
@@ -295,7 +296,7 @@ async def test_all_that_is_long_in_a_request_is_counted(
 
     async def ask() -> None:
         try:
-            await dispatcher.call(method, {**rest, **long}, client="a", on_token=None)
+            await dispatcher.call(method, {**rest, **long}, Caller("a"))
         except QueueFull as refusal:
             refusals.append(str(refusal))
 
@@ -391,7 +392,7 @@ async def test_what_open_requests_hold_is_bounded_for_a_client_and_for_all(
     dispatcher = Dispatcher(await start(nursery, StandsStill()))
 
     async def ask(client: str, **params: object) -> None:
-        await dispatcher.call("generate", params, client=client, on_token=None)
+        await dispatcher.call("generate", params, Caller(client))
 
     long = "x" * 20_000
     async with trio.open_nursery() as callers:
