@@ -51,10 +51,10 @@ from genbatch.proto.messages import (
     Tool,
     ToolChoice,
     UnloadAdapterRequest,
-    check_type,
     ranking_of,
 )
 from genbatch.proto.methods import Method, method_of
+from genbatch.proto.validation import check_type
 
 
 class ClientError(Exception):

@@ -19,7 +19,8 @@ import msgpack
 import msgspec
 
 from genbatch.proto.errors import FrameTooLarge, GenbatchError, InvalidRequest, MalformedMessage
-from genbatch.proto.messages import GenerateRequest, check_type
+from genbatch.proto.messages import GenerateRequest
+from genbatch.proto.validation import check_type
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

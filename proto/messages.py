@@ -3,7 +3,6 @@ model is served, and how the service is.
 """
 
 import math
-import sys
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -351,75 +350,6 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def choices(self) -> tuple[Choice, ...]:
         """All answers, at least one."""
         return self.several or (Choice(**{name: getattr(self, name) for name in Choice.__struct_fields__}),)
-
-
-def check_type(value: object, wanted: Any) -> Any:
-    """`value`, plain data, as a `wanted` type of this file.
-
-    Raises:
-        InvalidRequest: with the path of the first fault.
-    """
-    try:
-        return msgspec.convert(value, wanted)
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(*_fault(str(error))) from None
-    except UnicodeEncodeError:  # msgspec meets it in a name or in a word of a fixed list
-        raise InvalidRequest(None, "a name or a word is not valid Unicode: it has a lone surrogate") from None
-    except RecursionError:
-        raise InvalidRequest(None, "is nested too deeply") from None
-
-
-# What an integer or a float takes, and a short map with its names that became a type.
-NUMBER_BYTES, MAP_BYTES = 32, 320
-
-
-def held_bytes(value: object) -> int:
-    """What a message, or a part of it, takes of a gateway's memory from its decoding to its answer, at most.
-
-    A text is there once, and unless it is ASCII once more in UTF-8: CPython keeps what was made to send it. Lists and
-    maps are there as plain data and as their type, with the same elements.
-    """
-    if isinstance(value, str):
-        return sys.getsizeof(value) + (0 if value.isascii() else len(value.encode(errors="surrogatepass")))
-    if isinstance(value, msgspec.Struct):
-        fields = sum(held_bytes(getattr(value, name)) for name in value.__struct_fields__)
-        return MAP_BYTES + sys.getsizeof(value) + fields
-    if isinstance(value, list | tuple):
-        # Of numbers there may be hundreds of thousands.
-        of_numbers = set(map(type, value)) <= {int, float}
-        elements = NUMBER_BYTES * len(value) if of_numbers else sum(map(held_bytes, value))
-        return 2 * sys.getsizeof(value) + elements
-    if isinstance(value, dict):
-        return 2 * sys.getsizeof(value) + sum(map(held_bytes, value)) + sum(map(held_bytes, value.values()))
-    return NUMBER_BYTES if isinstance(value, float) or type(value) is int else 0
-
-
-def num_characters(value: object) -> int:
-    """How much text there is in a message or a part of it, with eight for each element of a list or map."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, msgspec.Struct):
-        return sum(num_characters(getattr(value, name)) for name in value.__struct_fields__)
-    if isinstance(value, list | tuple):
-        return 8 * len(value) + (0 if set(map(type, value)) <= {int, float} else sum(map(num_characters, value)))
-    if isinstance(value, dict):
-        return 8 * len(value) + sum(map(num_characters, value)) + sum(map(num_characters, value.values()))
-    return 0
-
-
-def _fault(message: str) -> tuple[str | None, str]:
-    """Path and reason out of msgspec's "Expected `int`, got `str` - at `$.stop[0]`"."""
-    reason, _, where = message.partition(" - at ")
-    path = where.rpartition("`$")[2].rstrip("`").lstrip(".")
-    if reason.startswith("Object contains unknown field `"):
-        name = reason.partition("`")[2].rstrip("`")
-        return (f"{path}.{name}" if path else name), "unknown parameter"
-    if reason.startswith("Object missing required field `"):
-        name = reason.partition("`")[2].rstrip("`")
-        return (f"{path}.{name}" if path else name), "is missing"
-    if where.startswith("`key`"):
-        reason += " as a key"
-    return path or None, reason[0].lower() + reason[1:]
 
 
 HealthStatus = Literal["ready", "draining", "stuck", "down"]

@@ -20,7 +20,7 @@ import secrets
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import msgspec
 
@@ -40,7 +40,6 @@ from genbatch.proto.messages import (
     Token,
     Tool,
     UnloadAdapterRequest,
-    check_type,
 )
 
 
@@ -204,6 +203,37 @@ class _Offered(msgspec.Struct):
     """Puts the right path in front of what is wrong within a tool."""
 
     tools: list[Tool]
+
+
+def check_type(value: object, kind: Any) -> Any:
+    """Return plain data as a value of a type.
+
+    Raises:
+        InvalidRequest: with the path of the first fault.
+    """
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(*_fault(str(error))) from None
+    except UnicodeEncodeError:  # msgspec meets it in a name or in a word of a fixed list
+        raise InvalidRequest(None, "a name or a word is not valid Unicode: it has a lone surrogate") from None
+    except RecursionError:
+        raise InvalidRequest(None, "is nested too deeply") from None
+
+
+def _fault(message: str) -> tuple[str | None, str]:
+    """Return the path and the reason in msgspec's "Expected `int`, got `str` - at `$.stop[0]`"."""
+    reason, _, where = message.partition(" - at ")
+    path = where.rpartition("`$")[2].rstrip("`").lstrip(".")
+    if reason.startswith("Object contains unknown field `"):
+        name = reason.partition("`")[2].rstrip("`")
+        return (f"{path}.{name}" if path else name), "unknown parameter"
+    if reason.startswith("Object missing required field `"):
+        name = reason.partition("`")[2].rstrip("`")
+        return (f"{path}.{name}" if path else name), "is missing"
+    if where.startswith("`key`"):
+        reason += " as a key"
+    return path or None, reason[0].lower() + reason[1:]
 
 
 def check_types(request: GenerateRequest) -> None:

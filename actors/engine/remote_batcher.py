@@ -48,11 +48,10 @@ from genbatch.proto.messages import (
     Models,
     ModelsRequest,
     StatsRequest,
-    check_type,
 )
 from genbatch.proto.methods import method_of
 from genbatch.proto.rpc import CallAnswered, CallFailed, ClientEvent, Notified, StreamOptions, TokensReceived
-from genbatch.proto.validation import MAX_SEED, validate_texts
+from genbatch.proto.validation import MAX_SEED, check_type, validate_texts
 
 
 class EngineWatch:

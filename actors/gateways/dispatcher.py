@@ -43,12 +43,10 @@ from genbatch.proto.messages import (
     Scores,
     Token,
     Usage,
-    check_type,
-    held_bytes,
 )
 from genbatch.proto.methods import METHODS, Lane, Method
 from genbatch.proto.rpc import STREAM_OPTIONS, WIRE_VERSION
-from genbatch.proto.validation import DrawnTokens
+from genbatch.proto.validation import DrawnTokens, check_type
 
 logger = logging.getLogger(__name__)
 
@@ -371,3 +369,28 @@ def _claimed(request: Claimed, caller: Caller) -> Claimed:
         raise InvalidRequest("tenant", "is not the name that goes with the key or token")
     # guard: tenant is the key's
     return msgspec.structs.replace(request, tenant=caller.tenant)
+
+
+# The bytes of an integer or a float, and of a short map with its names that became a type.
+NUMBER_BYTES, MAP_BYTES = 32, 320
+
+
+def held_bytes(value: object) -> int:
+    """Return the most memory of a gateway that a message, or a part of it, takes from its decoding to its answer.
+
+    A text is in memory once, and unless it is ASCII once more in UTF-8: CPython keeps the encoded text. Lists and maps
+    are in memory as plain data and as their type, with the same elements.
+    """
+    if isinstance(value, str):
+        return sys.getsizeof(value) + (0 if value.isascii() else len(value.encode(errors="surrogatepass")))
+    if isinstance(value, msgspec.Struct):
+        fields = sum(held_bytes(getattr(value, name)) for name in value.__struct_fields__)
+        return MAP_BYTES + sys.getsizeof(value) + fields
+    if isinstance(value, list | tuple):
+        # A list may have hundreds of thousands of numbers.
+        of_numbers = set(map(type, value)) <= {int, float}
+        elements = NUMBER_BYTES * len(value) if of_numbers else sum(map(held_bytes, value))
+        return 2 * sys.getsizeof(value) + elements
+    if isinstance(value, dict):
+        return 2 * sys.getsizeof(value) + sum(map(held_bytes, value)) + sum(map(held_bytes, value.values()))
+    return NUMBER_BYTES if isinstance(value, float) or type(value) is int else 0

@@ -15,6 +15,7 @@ import socket
 import ssl
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
@@ -40,8 +41,9 @@ from genbatch.actors.gateways.zeromq_gateway import MAX_LEASE_S
 from genbatch.actors.security.security import Authenticate, Security
 from genbatch.proto.codec import MAX_FEED_BYTES, MAX_TRANSPORT_BYTES, MessageSplitter, StreamBroken
 from genbatch.proto.errors import Cancelled, GenbatchError, Unauthenticated, Unavailable
-from genbatch.proto.messages import HelloRequest, check_type
+from genbatch.proto.messages import HelloRequest
 from genbatch.proto.rpc import CallReceived, Refused, ServerConnection, error_message
+from genbatch.proto.validation import check_type
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +80,24 @@ MESSAGES_PER_TURN = 64
 RETRY_AFTER_FULL_MS = 1000
 
 
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """How the client of a connection gets in.
+
+    Args:
+        authenticate: returns the tenant of a token; None admits every client that can reach the address.
+        asks_for_hello: whether a `hello` must come first; a required token implies it.
+        on_sense: called after the hello, or after the first valid message where no hello is required.
+    """
+
+    authenticate: Authenticate | None = None
+    asks_for_hello: bool = False
+    on_sense: Callable[[], None] = lambda: None
+
+
+OPEN_TO_ALL = Admission()
+
+
 class RPCConnection:
     """Reads and writes one stream.
 
@@ -87,9 +107,7 @@ class RPCConnection:
         host: hosts the calls' tasks.
         room: bounds its unfinished messages, together with other connections.
         peer: its name and its account.
-        authenticate: returns the tenant of a token; None admits every client that can reach the address.
-        asks_for_hello: whether a `hello` must come first; a required token implies it.
-        on_sense: called after the hello, or after the first valid message where no hello is required.
+        admission: how its client gets in.
     """
 
     def __init__(
@@ -100,9 +118,7 @@ class RPCConnection:
         *,
         room: MessageRoom,
         peer: Peer,
-        authenticate: Authenticate | None = None,
-        asks_for_hello: bool = False,
-        on_sense: Callable[[], None] = lambda: None,
+        admission: Admission = OPEN_TO_ALL,
     ) -> None:
         self.client = peer.name
         self._peer = peer
@@ -112,10 +128,10 @@ class RPCConnection:
         self._dispatcher = dispatcher
         self._calls = host
         self._room = room
-        self._authenticate = authenticate
-        self._asks_for_hello = asks_for_hello or authenticate is not None
+        self._authenticate = admission.authenticate
+        self._asks_for_hello = admission.asks_for_hello or admission.authenticate is not None
         self._hello_by = trio.current_time() + HELLO_S
-        self._on_sense = on_sense
+        self._on_sense = admission.on_sense
         self._token = ""
         self._outbox = Outbox()
         self._mail = trio.Event()  # set when the outbox has a message
@@ -431,16 +447,15 @@ class RPCGateway:
                     secured = await self._secured(stream)
                     if secured is None:
                         return
-                    connection = RPCConnection(
-                        secured,
-                        self._dispatcher,
-                        self._calls,
-                        room=self._room,
-                        peer=Peer(f"rpc:{next(self._names)}", account_of_socket(stream.socket)),
-                        authenticate=authenticate,
+                    admission = Admission(
+                        authenticate,
                         # guard: a hello first, over TCP
                         asks_for_hello=stream.socket.family != socket.AF_UNIX,
                         on_sense=seat.settle,
+                    )
+                    peer = Peer(f"rpc:{next(self._names)}", account_of_socket(stream.socket))
+                    connection = RPCConnection(
+                        secured, self._dispatcher, self._calls, room=self._room, peer=peer, admission=admission
                     )
                     await self._host(connection, seat)
         except Exception:  # a bug of ours ends one connection, not the gateway

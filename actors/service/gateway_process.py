@@ -195,28 +195,29 @@ class Listeners:
         return self._unless_retiring(self._rpc.run)
 
     def _new_http(self) -> Task:
+        from genbatch.actors.gateways.http.batch_store import BatchStore
         from genbatch.actors.gateways.http.http_gateway import HTTPGateway
 
-        assert self._options.http is not None
-        address = parse_http_address(self._options.http)
-        batch_dir = None if self._options.batch_dir is None else Path(self._options.batch_dir)
+        options, store = self._options, None
+        assert options.http is not None
+        if options.batch_dir is not None:
+            store = BatchStore(Path(options.batch_dir), waits=options.take_over)
         self._http = HTTPGateway(
             self._dispatcher(),
-            address,
+            parse_http_address(options.http),
             self._security,
-            strict=self._options.http_strict,
-            batch_dir=batch_dir,
-            takes_over=self._options.take_over,
+            strict=options.http_strict,
+            store=store,
             sockets=self._sockets,
         )
         return self._unless_retiring(self._http.run)
 
     def _new_metrics(self) -> Task:
-        from genbatch.actors.gateways.http.http_gateway import HTTPGateway
+        from genbatch.actors.gateways.http.http_gateway import MetricsGateway
 
         assert self._options.metrics is not None
         address = parse_http_address(self._options.metrics)
-        self._metrics = HTTPGateway(Dispatcher(self._batcher), address, only_metrics=True, sockets=self._sockets)
+        self._metrics = MetricsGateway(Dispatcher(self._batcher), address, sockets=self._sockets)
         return self._unless_retiring(self._metrics.run)
 
     def _unless_retiring(self, run: Task) -> Task:

@@ -24,7 +24,8 @@ from genbatch.clients.cli.connection import ConnectionFlags, open_client
 from genbatch.clients.cli.option_flags import ModelFlags
 from genbatch.clients.interface import Client
 from genbatch.proto.errors import ErrorInfo, GenbatchError, InvalidRequest, Unavailable, from_wire
-from genbatch.proto.messages import Result, check_type
+from genbatch.proto.messages import Result
+from genbatch.proto.validation import check_type
 
 _MOST_TOLD = 10  # lines that failed, named one by one
 

@@ -24,7 +24,7 @@ from genbatch.proto.codec import (
     to_generate_request,
 )
 from genbatch.proto.errors import FrameTooLarge, InvalidRequest, MalformedMessage
-from genbatch.proto.messages import DetokenizeRequest, DrainRequest, Token, TokenizeRequest, check_type
+from genbatch.proto.messages import DetokenizeRequest, DrainRequest, Token, TokenizeRequest
 from genbatch.proto.rpc import (
     CallReceived,
     CancelRequest,
@@ -36,6 +36,7 @@ from genbatch.proto.rpc import (
 )
 from genbatch.proto.validation import (
     RequestLimits,
+    check_type,
     validate_detokenize,
     validate_drain,
     validate_request,

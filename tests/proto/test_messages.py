@@ -8,10 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from genbatch.actors.gateways.dispatcher import held_bytes
 from genbatch.proto.codec import REQUEST_LIMITS, decode, encode
 from genbatch.proto.errors import InvalidRequest
-from genbatch.proto.messages import GenerateRequest, Message, Payer, Scores, Usage, check_type, held_bytes, ranking_of
-from genbatch.proto.validation import RequestLimits, check_types, validate_request
+from genbatch.proto.messages import GenerateRequest, Message, Payer, Scores, Usage, ranking_of
+from genbatch.proto.validation import RequestLimits, check_type, check_types, validate_request
 
 LIMITS = RequestLimits()
 

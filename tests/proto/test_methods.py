@@ -3,15 +3,9 @@
 import pytest
 
 from genbatch.proto.errors import InvalidRequest
-from genbatch.proto.messages import (
-    GenerateRequest,
-    HealthRequest,
-    ModelsRequest,
-    StatsRequest,
-    TokenizeRequest,
-    check_type,
-)
+from genbatch.proto.messages import GenerateRequest, HealthRequest, ModelsRequest, StatsRequest, TokenizeRequest
 from genbatch.proto.methods import METHODS, Lane, method_of
+from genbatch.proto.validation import check_type
 
 
 def test_a_request_names_its_method() -> None:

@@ -34,7 +34,6 @@ from genbatch.proto.messages import (
     ToolCall,
     ToolCallDelta,
     Usage,
-    check_type,
 )
 from genbatch.proto.methods import METHODS
 from genbatch.proto.rpc import (
@@ -48,7 +47,7 @@ from genbatch.proto.rpc import (
     tokens_message,
 )
 from genbatch.proto.schema import wire_schema
-from genbatch.proto.validation import DrawnTokens
+from genbatch.proto.validation import DrawnTokens, check_type
 
 VECTORS = Path(__file__).parent.parent.parent / "proto" / "vectors"
 CURRENT = VECTORS / "current.json"

@@ -15,7 +15,7 @@ from genbatch.actors.gateways.http.batch_runner import ENDPOINTS, BatchRunner
 from genbatch.actors.gateways.http.batch_store import Batch, StoredFile, new_batch_id
 from genbatch.actors.gateways.http.bodies import JSON, Refusal, decode_json
 from genbatch.proto.errors import InvalidRequest
-from genbatch.proto.messages import check_type
+from genbatch.proto.validation import check_type
 
 WINDOWS = {"24h": 24 * 3600}
 """Seconds in which a batch must end, by OpenAI's name."""

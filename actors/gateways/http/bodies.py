@@ -14,7 +14,8 @@ import msgspec
 from starlette.responses import Response
 
 from genbatch.proto.errors import GenbatchError, InvalidRequest, MalformedMessage, from_wire
-from genbatch.proto.messages import GenerateRequest, check_type
+from genbatch.proto.messages import GenerateRequest
+from genbatch.proto.validation import check_type
 
 # Objects and arrays inside one another. A schema for an answer is the deepest thing there is a use for.
 MAX_NESTING = 64

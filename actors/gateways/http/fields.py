@@ -28,7 +28,8 @@ from typing import Any, TypeVar, get_args
 import msgspec
 
 from genbatch.proto.errors import InvalidRequest
-from genbatch.proto.messages import Effort, check_type
+from genbatch.proto.messages import Effort
+from genbatch.proto.validation import check_type
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 

@@ -31,7 +31,6 @@ from dataclasses import dataclass
 from email.utils import formatdate
 from functools import lru_cache
 from http import HTTPStatus
-from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -427,12 +426,12 @@ class HTTPGateway:
         dispatcher: what the methods do.
         address: where.
         security: who is let in, and the certificate; nothing of it is needed on a loopback interface.
-        only_metrics: whether there is nothing but counters and health, for everybody who reaches the address.
         strict: whether a field that no API has published is refused.
-        batch_dir: where files and batches are kept; None keeps none.
-        takes_over: whether another service may have that directory for a while.
-        sockets: where it listens; None opens a socket for this gateway alone.
+        store: keeps files and batches; None keeps none.
+        sockets: the listening sockets; None opens a socket for this gateway alone.
     """
+
+    _door: Door = "http"
 
     def __init__(
         self,
@@ -440,42 +439,36 @@ class HTTPGateway:
         address: HTTPAddress,
         security: Security | None = None,
         *,
-        only_metrics: bool = False,
         strict: bool = False,
-        batch_dir: Path | None = None,
-        takes_over: bool = False,
+        store: BatchStore | None = None,
         sockets: ListeningSockets | None = None,
     ) -> None:
         security = security or Security()
-        if not only_metrics:
-            check_bind("http", address.url(tls=False), address.host, lacking=security.lacking_for_http)
         self._wanted = address
-        self._door: Door = "metrics" if only_metrics else "http"
         self._sockets = ListeningSockets() if sockets is None else sockets
         self._owns_sockets = sockets is None
         self._accepting = trio.CancelScope()
         self._is_retiring = False
-        self._tls: ssl.SSLContext | None = None if only_metrics else security.tls
+        self._tls: ssl.SSLContext | None = security.tls
         self.address = address.url(tls=self._tls is not None)
         self._open_calls = OpenCalls()
         self._connections: set[HTTPConnection] = set()
         self._limit = ConnectionLimit(max_connections())
         calls = HTTPCalls(dispatcher)
-        self._batches: BatchRunner | None = None
-        if batch_dir is not None:
-            self._batches = BatchRunner(BatchStore(batch_dir, waits=takes_over), calls)
-        if only_metrics:
-            self._app = make_metrics_app(calls)
-        else:
-            only_loopback = address.is_loopback
-            self._app = make_app(
-                calls,
-                self._open_calls,
-                security,
-                only_loopback=only_loopback,
-                strict=strict,
-                batches=self._batches,
-            )
+        self._batches = None if store is None else BatchRunner(store, calls)
+        self._app = self._make_app(calls, security, strict=strict)
+
+    def _make_app(self, calls: HTTPCalls, security: Security, *, strict: bool) -> ASGIApp:
+        address = self._wanted
+        check_bind("http", address.url(tls=False), address.host, lacking=security.lacking_for_http)
+        return make_app(
+            calls,
+            self._open_calls,
+            security,
+            only_loopback=address.is_loopback,
+            strict=strict,
+            batches=self._batches,
+        )
 
     async def run(self, *, task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED) -> None:
         """Serves until cancelled, then ends every call with Unavailable; `started` with the address once it listens.
@@ -564,6 +557,15 @@ class HTTPGateway:
             await connection.serve()
         finally:
             self._connections.discard(connection)
+
+
+class MetricsGateway(HTTPGateway):
+    """Serves counters and health alone, to every client that reaches the address."""
+
+    _door = "metrics"
+
+    def _make_app(self, calls: HTTPCalls, security: Security, *, strict: bool) -> ASGIApp:
+        return make_metrics_app(calls)
 
 
 async def _encrypted(stream: trio.SocketStream, tls: ssl.SSLContext) -> trio.SSLStream[trio.SocketStream]:

@@ -10,11 +10,11 @@ import pytest
 import trio
 
 from genbatch import SyncZeroMQClient, ZeroMQClient
-from genbatch.actors.gateways.dispatcher import MAX_CALLS, MAX_REQUEST_BYTES
+from genbatch.actors.gateways.dispatcher import MAX_CALLS, MAX_REQUEST_BYTES, held_bytes
 from genbatch.clients import remote
 from genbatch.clients.remote import Retry
 from genbatch.proto.errors import EngineLost, GenbatchError, ModelNotFound
-from genbatch.proto.messages import GenerateRequest, Result, held_bytes
+from genbatch.proto.messages import GenerateRequest, Result
 from tests.actors.engine.stage import Stage
 from tests.actors.service.running_service import TIMEOUT_S, RunningService, is_running, kill
 from tests.lora_adapters import change_config, make_adapter

@@ -11,7 +11,8 @@ import trio
 
 from genbatch.actors.gateways.addresses import parse_http_address
 from genbatch.actors.gateways.dispatcher import Callee, Dispatcher
-from genbatch.actors.gateways.http.http_gateway import HTTPGateway
+from genbatch.actors.gateways.http.batch_store import BatchStore
+from genbatch.actors.gateways.http.http_gateway import HTTPGateway, MetricsGateway
 from genbatch.actors.runtime.actor import ActorRef, start
 from genbatch.actors.security.security import Security
 from tests.actors.gateways.scripted_batcher import PATIENCE_S, ScriptedBatcher
@@ -56,9 +57,9 @@ async def served_http(
         async with trio.open_nursery() as nursery:
             ref = await start(nursery, batcher)
             address = parse_http_address(":0")
-            options: Any = {"only_metrics": only_metrics, "strict": strict, "batch_dir": batch_dir}
-            options["takes_over"] = takes_over
-            gateway = HTTPGateway(Dispatcher(in_front(ref)), address, security, **options)
+            store = None if batch_dir is None else BatchStore(batch_dir, waits=takes_over)
+            kind = MetricsGateway if only_metrics else HTTPGateway
+            gateway = kind(Dispatcher(in_front(ref)), address, security, strict=strict, store=store)
             scope = trio.CancelScope()
 
             async def run(task_status: trio.TaskStatus[str]) -> None:
