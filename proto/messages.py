@@ -1,5 +1,7 @@
-"""What travels: a generation's request, its tokens and its result; and beside generations token ids and text, which
-model is served, and how the service is.
+"""The messages of the wire: the request of each method, and its answer.
+
+A generation has a request, its tokens and its result. The other methods tokenize, embed, score, list the models, load
+them, and report on the service.
 """
 
 import math
@@ -14,34 +16,34 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The shape of an answer.
 
     Args:
-        type: "text" is any; "json_object" one JSON object; "json_schema" JSON that validates against `schema`.
+        type: "text" allows any text, "json_object" one JSON object, "json_schema" JSON that validates against `schema`.
         schema: the JSON Schema, as an object or as its JSON text; only with "json_schema".
     """
 
     type: Literal["text", "json_object", "json_schema"]
-    # A schema has no type but JSON's own; `grammar_of` is the only reader.
+    # Any JSON; only `grammar_of` reads it.
     schema: dict[str, Any] | str | None = None
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A function that the caller offers.
+    """A function that the model may call.
 
     Args:
         name: 1 to 64 letters, digits, "_", "-" and "."; no two tools of a request have the same.
-        description: what it does, for the model.
-        parameters: a JSON Schema of its arguments, an object; None is a function without any.
-        strict: every call of it has arguments that validate.
+        description: tells the model what the function does.
+        parameters: the JSON Schema of its arguments, an object; None for a function without arguments.
+        strict: whether the arguments of every call must validate.
     """
 
     name: str
     description: str | None = None
-    # A schema has no type but JSON's own.
+    # Any JSON object.
     parameters: dict[str, Any] | None = None
     strict: bool = False
 
 
 class NamedTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The one tool that must be called."""
+    """The tool that must be called."""
 
     name: str
 
@@ -50,10 +52,10 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A call that the model asks for.
+    """A call of a tool in an answer.
 
     Args:
-        id: names it in the answer that the caller sends back.
+        id: the call's id, which the tool's message repeats as `tool_call_id`.
         name: the tool's name, as the model wrote it.
         arguments: the arguments as JSON, as the model wrote them: without `strict`, or where the output ended early,
             they may be invalid.
@@ -65,12 +67,12 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A piece of a call in a stream; the pieces of one `index` joined are the call.
+    """A piece of a call in a stream; the joined pieces of an `index` are the call.
 
     Args:
-        index: which call of its choice, from 0.
-        id, name: given in a call's first piece.
-        arguments: the JSON text that follows.
+        index: the number of the call in its choice, from 0.
+        id, name: only in a call's first piece.
+        arguments: the next piece of the JSON text.
     """
 
     index: int
@@ -80,11 +82,11 @@ class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class Payer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Whom a fleet's gateway asks for.
+    """The client of a fleet's gateway.
 
     Args:
-        name: the client's, the same at every replica; 1 to 256 characters.
-        served: weighted tokens that it had of other replicas since the gateway last told this one; finite, >= 0.
+        name: the client's name, the same at every replica; 1 to 256 characters.
+        served: weighted tokens that other replicas served it since the last request here; finite, >= 0.
     """
 
     name: str
@@ -98,12 +100,12 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """One turn of a conversation.
 
     Args:
-        role: who speaks: "system", "user", "assistant", "tool", or what else the model's chat template knows.
-        content: what was said; may be empty.
-        tool_calls: the calls that an assistant's turn asked for.
-        tool_call_id: which call a tool's turn answers.
-        name: the speaker's, or the tool's.
-        reasoning_content: what an assistant's turn thought first; templates that know it show it.
+        role: "system", "user", "assistant", "tool", or another role that the model's chat template knows.
+        content: the text; may be empty.
+        tool_calls: the calls of an assistant's turn.
+        tool_call_id: the id of the call that a tool's turn answers.
+        name: the name of the speaker or of the tool.
+        reasoning_content: the thinking of an assistant's turn, for templates that show it.
     """
 
     role: str
@@ -115,16 +117,16 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Range(NamedTuple):
-    """Which values of a parameter are taken: from `low`, or above `low`, to `high`."""
+    """The allowed values of a parameter: from `low`, or above `low`, to `high`."""
 
     low: float
     high: float
     above: bool = False
 
 
-# Counts beyond this are mistakes, and would not fit the integers of the native layer.
+# Larger counts are mistakes, and do not fit the integers of the native layer.
 MAX_COUNT = 2**31 - 1
-# The ranges other services document; beyond them logits are drowned, not biased.
+# The ranges that other services document; beyond them a penalty replaces the logits.
 MAX_PENALTY = 2.0
 MAX_REPETITION = 1e9  # a float32 logit times or by this is still a number
 
@@ -134,7 +136,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What to generate; exactly one of `prompt`, `token_ids` and `messages` is given.
+    """Generate text after a prompt; exactly one of `prompt`, `token_ids` and `messages` is set.
 
     Each of `temperature`, `top_k`, `top_p`, `min_p` and `repetition_penalty` that is None is the value in the model's
     files (`ModelCard.sampling`). Where these say nothing, the answer is greedy and the others are off.
@@ -153,42 +155,42 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         presence_penalty: taken once from the logits of tokens in the output; -2 to 2, 0 is off.
         frequency_penalty: taken from a token's logit for each time it is in the output; -2 to 2, 0 is off.
         logit_bias: added to the logits of these token ids; -100 to 100.
-        seed: makes the draws repeatable; 0 to 2**64 - 1; None draws one.
-        stop: strings that end the output and are not part of it; none of them empty.
+        seed: makes the draws repeatable; 0 to 2**64 - 1; None draws a seed.
+        stop: strings that end the output and are not part of it; no string is empty.
         stop_token_ids: token ids that end the output.
-        allowed_token_ids: token ids of which the output consists; None allows all. A model's end-of-sequence token is
+        allowed_token_ids: the only token ids of the output; None allows all. A model's end-of-sequence token is
             not among them unless the list has it.
-        bad_words: texts that the output does not contain, as their tokens at a word's beginning and within a word.
-        min_tokens: tokens before which nothing but `max_tokens` ends the output; >= 0.
-        ignore_eos: go on after the model's end-of-sequence tokens.
-        logprobs: how many of the likeliest tokens to report with each generated one; 0 reports only the generated
-            one's log-prob, None nothing.
+        bad_words: texts that the output must not contain, as tokens at a word's beginning and within a word.
+        min_tokens: the number of tokens before which only `max_tokens` ends the output; >= 0.
+        ignore_eos: continue after the model's end-of-sequence tokens.
+        logprobs: the number of likeliest tokens to report with each generated token; 0 reports only the generated
+            token's log-prob, None nothing.
         prompt_logprobs: the same for the prompt's tokens.
         return_prompt_token_ids: report the prompt's token ids.
         truncate_prompt_tokens: keep the last tokens of the prompt, at most so many; >= 1, None keeps all.
         echo: put the prompt in front of the text.
         skip_special_tokens: leave special tokens, such as a chat template's marks, out of the text.
         response_format: the shape of the answer; None is free text. At most one of this, `grammar` and `regex`.
-        grammar: a Lark grammar, or one in llama.cpp's GBNF, that the whole answer matches.
+        grammar: a grammar in Lark or in llama.cpp's GBNF that the whole answer matches.
         regex: a regular expression that the whole answer matches.
-        tools: functions that the model may ask for; only with `messages`.
-        tool_choice: "none" is free text, "auto" leaves it to the model, "required" at least one call and no text; a
-            tool's name is exactly one call of it.
+        tools: functions that the model may call; only with `messages`.
+        tool_choice: "none" for free text, "auto" for the model's choice, "required" for at least one call and no text;
+            a tool's name for exactly one call of that tool.
         parallel_tool_calls: whether an answer may have several calls.
-        reasoning: tell thinking apart from the text, for templates whose models think before they answer.
+        reasoning: return thinking apart from the text, for models that think before they answer.
         reasoning_effort: how much to think: "none", "minimal", "low", "medium", "high", "xhigh" or "max". Where the
             chat template knows no effort, it is a budget of thinking. None leaves it to the model.
         max_thinking_tokens: most tokens of thinking, >= 0; then the thinking is ended, and the answer follows. None is
             no limit. It takes effect for templates with known marks around the thinking, such as <think> and </think>.
         chat_template_kwargs: variables for the chat template, such as {"enable_thinking": False}.
-        continue_final_message: go on with the last message instead of a new one.
+        continue_final_message: continue the last message instead of a new one.
         keep_stop: leave the stop string that ended the output in the text.
-        n: how many answers; each has its own draws.
-        priority: smaller is served first, -100 to 100.
-        deadline_s: seconds from its arrival after which the request ends with what it has; > 0, None is none.
-        tenant: in whose name; prompts are shared within a tenant only.
+        n: the number of answers; each has its own draws.
+        priority: smaller numbers are served first; -100 to 100.
+        deadline_s: seconds after its arrival at which the request ends with its output so far; > 0; None is no limit.
+        tenant: the tenant of the request; prompts are shared within a tenant only.
         model: a name that `models` lists, such as an adapter's; None is the first of them.
-        payer: whom a fleet's gateway asks for; nobody else may say so.
+        payer: the client of a fleet's gateway; only such a gateway may set it.
     """
 
     prompt: str | None = None
@@ -238,12 +240,12 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether log-probs of the prompt's tokens are asked for."""
+        """Whether the request asks for log-probs of the prompt's tokens."""
         return self.prompt_logprobs is not None
 
     @property
     def named_tool(self) -> str | None:
-        """The name of the one tool that must be called."""
+        """The name of the tool that must be called; None for no particular tool."""
         return self.tool_choice.name if isinstance(self.tool_choice, NamedTool) else None
 
 
@@ -251,14 +253,14 @@ class Token(msgspec.Struct, frozen=True, kw_only=True):
     """One generated token of a stream.
 
     Args:
-        text: the text that became final with it; may be empty, while a character or a stop string is incomplete.
+        text: the text that became final; may be empty while a character or a stop string is incomplete.
         token_id: its id.
-        index: its place in its choice's output, from 0, without gaps.
-        logprob: its natural log-probability, where `logprobs` was asked for.
-        choice: which of the `n` answers it belongs to, from 0.
-        top: the likeliest token ids in its place with their log-probs, likeliest first, as many as `logprobs` says.
-        reasoning: the thinking that became final with it, where that is told apart.
-        tool_calls: what became final of calls with it.
+        index: the number of the token in its choice's output, from 0, without gaps.
+        logprob: its natural log-probability, if the request sets `logprobs`.
+        choice: the number of its answer, from 0 to n - 1.
+        top: the likeliest token ids in its place with their log-probs, likeliest first; their number is `logprobs`.
+        reasoning: the thinking that became final, if it is returned apart.
+        tool_calls: the pieces of calls that became final.
     """
 
     text: str
@@ -272,10 +274,10 @@ class Token(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    """The log-prob of one token and of the likeliest ones in its place, natural logarithms.
+    """The log-prob of a token, and of the likeliest tokens in its place; natural logarithms.
 
     Args:
-        token_id: the token that is there.
+        token_id: the token in the output or in the prompt.
         logprob: its log-prob.
         top: the likeliest token ids with their log-probs, likeliest first.
     """
@@ -286,11 +288,11 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens that a request took.
+    """The tokens of a request.
 
     Args:
         prompt_tokens: tokens of the prompt.
-        completion_tokens: tokens generated, of all choices together.
+        completion_tokens: the generated tokens of all choices together.
         cached_tokens: prompt tokens that were already evaluated and needed no prefill.
     """
 
@@ -313,24 +315,24 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a request ends with.
+    """The result of a generation.
 
     Args:
         text: the output, without the stop string that ended it.
-        token_ids: the tokens generated, the one that ended the output included.
+        token_ids: the generated tokens, including the token that ended the output.
         finish_reason: "stop" (end of sequence or a stop string), "tool_calls" (the same, with calls), "length",
             "deadline", "cancelled" or "error".
-        usage: tokens that it took.
-        logprobs: one a token, where asked for.
-        prompt_logprobs: one a token of the prompt, None for the first, where asked for. With finish reason "deadline"
-            those that were evaluated by then.
-        prompt_token_ids: the prompt's token ids, where asked for.
-        reasoning: the thinking before the text, where that is told apart.
-        tool_calls: the calls that the model asks for.
-        stop_string: the one of `stop` that ended the output, if one did.
-        reasoning_tokens: tokens until the thinking ended, where that is told apart; among those of `usage`.
-        several: all answers when `n` > 1, of which the first is also above; otherwise empty, so that no text travels
-            twice (ADR 72). Its name on the wire is `choices`.
+        usage: the tokens of the request.
+        logprobs: an entry for each token, if the request sets `logprobs`.
+        prompt_logprobs: an entry for each token of the prompt, None for the first, if the request sets it. With finish
+            reason "deadline", the entries of the evaluated tokens.
+        prompt_token_ids: the prompt's token ids, if the request asks for them.
+        reasoning: the thinking before the text, if it is returned apart.
+        tool_calls: the calls in the answer.
+        stop_string: the string of `stop` that ended the output; None for another end.
+        reasoning_tokens: the tokens until the end of the thinking; `usage` includes them.
+        several: all answers if `n` > 1; the first is also in the fields above. Empty for one answer, so that no text
+            is sent twice (ADR 72). Its name on the wire is `choices`.
     """
 
     text: str
@@ -356,10 +358,10 @@ HealthStatus = Literal["ready", "draining", "stuck", "down"]
 
 
 class HelloRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A client's introduction; the first message on a connection whose service asks for a token.
+    """Introduce a client; the first message on a connection to a service that requires a token.
 
     Args:
-        token: who calls, where that is asked for.
+        token: the client's token; None where none is required.
     """
 
     token: str | None = None
@@ -369,10 +371,10 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     """A service's introduction.
 
     Args:
-        methods: what it can be asked.
-        tenant: in whose name the caller's requests are served; None where no token or key is asked for.
-        version: the wire's, which grows when older clients cannot go on. Release 0.1.0 does not say it, and has 1.
-        stream_options: names of the options that a stream may have. Release 0.1.0 does not say them, and has two.
+        methods: the names of its methods.
+        tenant: the tenant of the caller's requests; None where no token or key is required.
+        version: the version of the wire; it grows when older clients cannot continue. Release 0.1.0 omits it: 1.
+        stream_options: the names of a stream's options. Release 0.1.0 omits them: two.
     """
 
     methods: tuple[str, ...]
@@ -386,7 +388,7 @@ class ModelsRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class HealthRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Tell how the service is; answered with Health."""
+    """Report the health of the service; answered with Health."""
 
 
 class StatsRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -394,15 +396,15 @@ class StatsRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What to make token ids of; exactly one of `prompt` and `messages` is given.
+    """Return the token ids of a text or a conversation; exactly one of `prompt` and `messages` is set.
 
     Args:
         prompt: text; may be empty.
         messages: a conversation, rendered by the model's chat template; at least one.
         tools, chat_template_kwargs: as `generate` takes them; only with `messages`.
-        add_special_tokens: put the start token in front of `prompt`, if the model wants one, as `generate` does;
-            `messages` have those of their template.
-        return_text: report the text of the prompt too, as the chat template wrote it.
+        add_special_tokens: put the start token in front of `prompt`, if the model has one, as `generate` does;
+            `messages` have the special tokens of their template.
+        return_text: return the text of the prompt, too, in the form of the chat template.
         model: as `generate` takes it.
     """
 
@@ -415,7 +417,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     model: str | None = None
 
 
-# A text or a conversation, with what the chat template takes beside it.
+# A text or a conversation, with the arguments of the chat template.
 PromptRequest = GenerateRequest | TokenizeRequest
 
 
@@ -423,7 +425,7 @@ class TokenIds(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A text's token ids.
 
     Args:
-        text: the text itself, where asked for.
+        text: the text itself, if the request asks for it.
     """
 
     token_ids: list[int]
@@ -431,10 +433,10 @@ class TokenIds(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Token ids to make text of.
+    """Return the text of token ids.
 
     Args:
-        token_ids: each >= 0 and below the logits' width; may be none.
+        token_ids: each >= 0 and below the logits' width; may be empty.
         model: as `generate` takes it.
     """
 
@@ -443,20 +445,20 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class Text(msgspec.Struct, frozen=True, kw_only=True):
-    """The text of token ids; special tokens stand for no text, parts of a character for U+FFFD."""
+    """The text of token ids: special tokens have no text, parts of a character are U+FFFD."""
 
     text: str
 
 
 class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Texts to make embeddings of.
+    """Embed texts.
 
     Args:
-        input: a text, the token ids of one, or a list of texts or of lists of token ids; nothing of it empty.
-        encoding_format: how each embedding is written: "float" is a list of numbers, "base64" their bytes as float32 in
+        input: a text, the token ids of a text, or a list of texts or of lists of token ids; no text is empty.
+        encoding_format: the format of each embedding: "float" is a list of numbers, "base64" their bytes as float32 in
             little endian.
-        dimensions: elements of each embedding, where the model was trained to have some cut off; None is all.
-        priority, deadline_s, tenant, model: as GenerateRequest's; an embedding that is late is none.
+        dimensions: the elements to keep of each embedding, for models that are trained for that; None keeps all.
+        priority, deadline_s, tenant, model: as in GenerateRequest; a late request fails.
     """
 
     input: str | list[str | int | list[int]]
@@ -469,39 +471,38 @@ class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def n(self) -> int:
-        """What it counts as where sequences are counted: its texts follow one another."""
+        """The sequences that the request counts as: its texts follow one another."""
         return 1
 
     @property
     def texts(self) -> list[str | list[int]]:
-        """Each input by itself, once `validate_embed` has seen it."""
+        """Return each input by itself, after `validate_embed`."""
         if isinstance(self.input, str):
             return [self.input]
         if self.input and isinstance(self.input[0], int):
-            return [self.input]  # type: ignore[list-item]  # all of them are
-        return self.input  # type: ignore[return-value]  # none of them is
+            return [self.input]  # type: ignore[list-item]  # all elements are
+        return self.input  # type: ignore[return-value]  # no element is
 
 
 class Embeddings(msgspec.Struct, frozen=True, kw_only=True):
-    """A vector for each input, in their order, written as was asked."""
+    """A vector for each input, in their order, in the requested format."""
 
     embeddings: list[list[float] | str]
     usage: Usage
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Texts to score by a reranker or a classifier.
+    """Score texts by a reranker or a classifier.
 
     Args:
         documents: the texts, at least one; a document beside a query may be empty.
-        query: what each document is compared with: one text for all of them, or one for each. None scores each document
-            by itself.
-        instruction: what makes a document relevant, for rerankers whose prompt has a place for it; None is the model's
-            own.
-        raw_scores: give the numbers of the model's head, without its activation.
-        truncate: cut the end of documents that are too long for the model; else such a document is refused.
-        max_document_tokens: tokens of a document at most, >= 1; the end of a longer one is cut. None is no bound.
-        priority, deadline_s, tenant, model: as GenerateRequest's; a score that is late is none.
+        query: the text that each document is compared with: one for all documents, or one for each. None scores each
+            document by itself.
+        instruction: describes relevance, for rerankers with such a field in their prompt; None is the model's own.
+        raw_scores: return the numbers of the model's head, without its activation.
+        truncate: cut the end of documents that are too long for the model; else they are refused.
+        max_document_tokens: most tokens of a document, >= 1; a longer document is cut. None is no limit.
+        priority, deadline_s, tenant, model: as in GenerateRequest; a late request fails.
     """
 
     documents: list[str]
@@ -517,17 +518,17 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def n(self) -> int:
-        """What it counts as where sequences are counted: its texts follow one another."""
+        """The sequences that the request counts as: its texts follow one another."""
         return 1
 
     @property
     def texts(self) -> list[str]:
-        """What is read, a document with its query."""
+        """Return the texts to tokenize: each document with its query."""
         return [f"{query or ''}{document}" for query, document in self.pairs]
 
     @property
     def pairs(self) -> list[tuple[str | None, str]]:
-        """Each document with its query, once `validate_score` has seen them."""
+        """Return each document with its query, after `validate_score`."""
         if isinstance(self.query, list):
             return list(zip(self.query, self.documents, strict=True))
         return [(self.query, document) for document in self.documents]
@@ -541,10 +542,10 @@ class Scores(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ranked(msgspec.Struct, frozen=True, kw_only=True):
-    """A document's place among the others.
+    """A ranked document.
 
     Args:
-        index: which of the documents it is, from 0.
+        index: the number of the document in the request, from 0.
         score: its relevance.
     """
 
@@ -553,27 +554,27 @@ class Ranked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ranking(msgspec.Struct, frozen=True, kw_only=True):
-    """Documents by their relevance, the most relevant first; those of one score in the order of the request."""
+    """Documents by their relevance, the most relevant first; equal scores keep the order of the request."""
 
     results: list[Ranked]
     usage: Usage
 
 
 def ranking_of(scores: Scores, top_n: int | None = None) -> Ranking:
-    """The ranking of scores that have one number each.
+    """Return the ranking of scores that have one number each.
 
     Args:
-        top_n: how many documents are kept; None: all.
+        top_n: the number of documents to keep; None keeps all.
 
     Raises:
-        InvalidRequest: the model has several labels, so it ranks nothing, or `top_n` is below 1.
+        InvalidRequest: the model has several labels, or `top_n` is below 1.
     """
     if top_n is not None and top_n < 1:
         raise InvalidRequest("top_n", f"must be at least 1, not {top_n}")
     if any(len(numbers) != 1 for numbers in scores.scores):
-        raise InvalidRequest("model", "is a classifier of several labels, which ranks no documents: ask for its scores")
+        raise InvalidRequest("model", "is a classifier of several labels, which cannot rank documents; call `score`")
     ranked = [Ranked(index=index, score=numbers[0]) for index, numbers in enumerate(scores.scores)]
-    ranked.sort(key=lambda one: one.score, reverse=True)
+    ranked.sort(key=lambda document: document.score, reverse=True)
     return Ranking(results=ranked[:top_n], usage=scores.usage)
 
 
@@ -588,18 +589,18 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
         n_ctx: most positions, prompt and output together, of one request.
         n_parallel: sequences generated at once.
         vocab_size: width of the logits; token ids are below it.
-        dtype: of the weights before any quantising, such as "float32".
-        quantize: "none", or how the weights are quantised.
-        runner: what evaluates it.
-        device: where, such as "cpu" or "cuda:0".
-        embedding_size: elements of its embeddings; None where it gives none.
-        generates: whether it continues text.
-        labels: the names of its scores; empty where it scores nothing.
-        sampling: how its makers say to draw, by the names of GenerateRequest; requests that do not say it draw so.
-        parent: the model that it adapts, where it is an adapter; None where it is a model by itself.
+        dtype: the type of the weights before quantising, such as "float32".
+        quantize: "none", or the format of the quantised weights.
+        runner: the name of the runner that evaluates the model.
+        device: "cpu", or a GPU such as "cuda:0".
+        embedding_size: elements of its embeddings; None for a model without embeddings.
+        generates: whether the model continues text.
+        labels: the names of its scores; empty for a model without scores.
+        sampling: the sampling parameters in the model's files, for requests that do not set them.
+        parent: the model that an adapter adapts; None for a model.
         thinks: whether `reasoning_effort` and `max_thinking_tokens` have an effect.
-        state: "loaded"; "unloaded", "loading" or "failed" where models are loaded on demand. Until its first load the
-            numbers of such a model are 0 and its texts empty.
+        state: "loaded"; for models on demand also "unloaded", "loading" or "failed". Before its first load a model's
+            numbers are 0 and its texts empty.
     """
 
     id: str
@@ -626,15 +627,15 @@ class Models(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """How the service is.
+    """The health of the service.
 
     Args:
-        status: "ready"; "draining": no new requests are taken; "stuck": work is pending and no step has ended for
-            too long; "down": the engine does not answer, and the counts are not known.
+        status: "ready"; "draining": new requests are refused; "stuck": work is pending and no step has ended for too
+            long; "down": the engine does not answer, and the counts are unknown.
         steps: steps since the start.
         requests_running: sequences that have a slot.
-        requests_waiting: sequences that wait for one.
-        stalled_s: seconds since there was progress or nothing to do.
+        requests_waiting: sequences that wait for a slot.
+        stalled_s: seconds since the last progress, while work is pending.
     """
 
     status: HealthStatus
@@ -645,11 +646,11 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadAdapterRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Serve an adapter, too.
+    """Load a LoRA adapter.
 
     Args:
-        name: what requests will name as their model.
-        path: its directory on the service's machine, absolute.
+        name: the name that requests set as their model.
+        path: the absolute path of its directory on the service's machine.
     """
 
     name: str
@@ -657,11 +658,11 @@ class LoadAdapterRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
 
 class UnloadAdapterRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Serve an adapter no longer: new requests are refused, accepted ones end.
+    """Unload a LoRA adapter: new requests are refused, accepted requests end.
 
     Args:
         name: its name.
-        timeout_s: seconds after which those still open are cancelled; >= 0.
+        timeout_s: seconds after which open requests are cancelled; >= 0.
     """
 
     name: str
@@ -682,20 +683,20 @@ class LoadModelRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class DrainRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Take no new requests and let the accepted ones end.
+    """Drain the service: refuse new requests, and let accepted requests end.
 
     Args:
-        timeout_s: seconds after which those still open are cancelled; >= 0.
+        timeout_s: seconds after which open requests are cancelled; >= 0.
     """
 
     timeout_s: float = 30.0
 
 
 class Drained(msgspec.Struct, frozen=True, kw_only=True):
-    """Every accepted request, or every one with an adapter that was unloaded, has ended.
+    """Every accepted request, or every request with the unloaded adapter, has ended.
 
     Args:
-        num_cancelled: requests that had to be cancelled.
+        num_cancelled: the requests that were cancelled at the timeout.
     """
 
     num_cancelled: int

@@ -1,1 +1,1 @@
-"""What an operator sees of a service: its log, its metrics, traces of its requests."""
+"""Observability: the log, the metrics, and traces of requests."""

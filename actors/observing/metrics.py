@@ -1,9 +1,8 @@
-"""What the Batcher counts, in Prometheus' exposition format, under vLLM's metric names with our prefix.
+"""The Batcher's counters in Prometheus' exposition format, under vLLM's metric names with our prefix.
 
     body, content_type = render(await batcher.call(StatsRequest(), control=True))
 
-The stats may come from another process: everything here is
-computed from plain data, at the time of a scrape.
+The stats may come from another process. So all metrics are computed from plain data, at the time of a scrape.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,22 +16,22 @@ from prometheus_client.registry import Collector
 
 PREFIX = "genbatch:"
 
-# Metric -> (name in the stats, what it is). Prometheus adds _total to counters.
+# Metric -> (name in the stats, help). Prometheus adds _total to counters.
 _GAUGES = {
     "num_requests_running": ("requests_running", "Sequences that hold a slot."),
     "num_requests_waiting": ("requests_waiting", "Sequences that wait for a slot."),
     "kv_blocks_free": ("kv_blocks_free", "KV blocks that can be allocated."),
     "swapped_bytes": ("swapped_bytes", "Bytes of host memory that hold the KV of paused sequences."),
-    "decode_tokens_per_second": ("decode_tokens_per_s", "Tokens generated a second, over the last 10 seconds."),
-    "prefill_tokens_per_second": ("prefill_tokens_per_s", "Prompt tokens evaluated a second, the same."),
+    "decode_tokens_per_second": ("decode_tokens_per_s", "Generated tokens per second, over the last 10 seconds."),
+    "prefill_tokens_per_second": ("prefill_tokens_per_s", "Prompt tokens evaluated per second, over 10 seconds."),
 }
 _COUNTERS = {
     "prompt_tokens": ("prompt_tokens", "Tokens of accepted prompts."),
-    "generation_tokens": ("generation_tokens", "Tokens generated."),
-    "spec_decode_num_draft_tokens": ("drafted_tokens", "Tokens that prompt lookup drafted."),
-    "spec_decode_num_accepted_tokens": ("accepted_draft_tokens", "Drafted tokens that were right."),
-    "embedded_texts": ("embedded_texts", "Texts of which an embedding or scores were made."),
-    "num_preemptions": ("preemptions", "Sequences whose KV blocks were taken for others."),
+    "generation_tokens": ("generation_tokens", "Generated tokens."),
+    "spec_decode_num_draft_tokens": ("drafted_tokens", "Tokens drafted by prompt lookup or a draft model."),
+    "spec_decode_num_accepted_tokens": ("accepted_draft_tokens", "Drafted tokens that were accepted."),
+    "embedded_texts": ("embedded_texts", "Texts that were embedded or scored."),
+    "num_preemptions": ("preemptions", "Sequences that lost their KV blocks to others."),
     "prefix_cache_queries": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     "prefix_cache_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
     "shared_prompt_tokens": ("shared_tokens", "Prompt tokens shared with another sequence or a held prompt."),
@@ -40,8 +39,8 @@ _COUNTERS = {
     "step_seconds": ("step_seconds", "Seconds in forward passes."),
 }
 _LABELLED_COUNTERS = {
-    "request_success": ("finished", "finished_reason", "Accepted requests that ended, by how they did."),
-    "admission_rejections": ("refusals", "code", "Requests that were not accepted, by error code."),
+    "request_success": ("finished", "finished_reason", "Ended requests, by finish reason."),
+    "admission_rejections": ("refusals", "code", "Refused requests, by error code."),
     "prefix_disk_blocks": ("prefix_disk", "event", "Blocks of the prefix cache on disk: read, written; its faults."),
     "prefix_recomputed_tokens": ("prefix_recomputed", "cause", "Prompt tokens evaluated again, by cause."),
 }
@@ -53,14 +52,14 @@ _HISTOGRAMS = {
     "request_prefill_time_seconds": "From a request's slot to its first token.",
     "request_decode_time_seconds": "From a request's first token to its end.",
     "request_prompt_tokens": "Tokens of an ended request's prompt.",
-    "request_generation_tokens": "Tokens that an ended request has generated.",
+    "request_generation_tokens": "Generated tokens of an ended request.",
     "iteration_tokens_total": "Tokens in a forward pass.",
 }
-# Of a service whose engine is another process; there while it is down, too.
+# Counters of a service with its engine in another process; they stay while the engine is down.
 _GATEWAY_COUNTERS = {
-    "engine_restarts": ("engine_restarts", "Engines started in the place of one that had died."),
-    "requests_replayed": ("requests_replayed", "Requests that were run again on another engine."),
-    "requests_lost": ("requests_lost", "Requests that ended with their engine."),
+    "engine_restarts": ("engine_restarts", "Engines started after an engine had died."),
+    "requests_replayed": ("requests_replayed", "Requests that continued on another engine."),
+    "requests_lost": ("requests_lost", "Requests that ended with their engine's death."),
     "model_loads": ("loads", "Loads of a model that is served on demand."),
     "model_load_failures": ("failed_loads", "Loads that failed."),
 }
@@ -68,25 +67,28 @@ _LABEL = "model_name"
 
 
 def render(stats: Mapping[str, Any]) -> tuple[bytes, str]:
-    """The exposition of a `StatsRequest` reply, and its content type; of one without an engine the gateway's part."""
+    """Return the exposition of a StatsRequest's reply, and its content type.
+
+    Without an engine the exposition has only the gateway's metrics.
+    """
     registry = CollectorRegistry()
-    # Of several models each has its own series, told apart by their label.
+    # Each of several models has its own series, with its name as the label.
     registry.register(_StatsCollector(list(stats.get("by_model", {"": stats}).values())))
     return generate_latest(registry), CONTENT_TYPE_LATEST
 
 
 class _StatsCollector(Collector):
-    """One scrape's metrics.
+    """The metrics of one scrape.
 
     Args:
-        of_models: each model's stats.
+        of_models: the stats of each model.
     """
 
     def __init__(self, of_models: Sequence[Mapping[str, Any]]) -> None:
         self._of_models = of_models
 
     def collect(self) -> Iterator[Metric]:
-        """Each family once, with the samples of every model."""
+        """Yield each family once, with the samples of every model."""
         families: dict[str, Metric] = {}
         for stats in self._of_models:
             for family in _ModelStats(stats).collect():
@@ -105,8 +107,8 @@ class _ModelStats:
         self._model = str(stats.get("model", ""))
 
     def collect(self) -> Iterator[Metric]:
-        """In the order of the tables above."""
-        state = self._stats.get("engine")  # none where the engine is a thread
+        """Yield the metrics in the order of the tables above."""
+        state = self._stats.get("engine")  # None if the engine is a thread
         if "loads" in self._stats:
             yield _gauge("model_loaded", "Whether a model on demand is loaded, 0 or 1.", self._model, state == "up")
         if state in ("up", "down"):
@@ -134,7 +136,7 @@ class _ModelStats:
     def _counters(self, families: Mapping[str, tuple[str, str]]) -> Iterator[Metric]:
         for name, (key, text) in families.items():
             if key not in self._stats:
-                continue  # of an engine that nobody can ask for now
+                continue  # a counter of an engine that is down
             counter = CounterMetricFamily(PREFIX + name, text, labels=[_LABEL])
             counter.add_metric([self._model], self._stats[key])
             yield counter

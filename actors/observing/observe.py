@@ -1,10 +1,10 @@
-"""What a process of the service does with the events of its actors: it logs them, and traces requests if told to.
+"""Log the events of a process's actors, and trace its requests if the operator asks for it.
 
     start_logging("json", "info")
     await nursery.start(observe, telemetry)
     log_event("ready", model="smollm2")
 
-The log is on standard error: a line an event, as text for people or as JSON for machines. A line about a request has
+The log is on standard error, one line for each event: text for people or JSON for machines. A line about a request has
 its request_id. No line holds text of a prompt or of an answer.
 """
 
@@ -20,14 +20,14 @@ import trio
 from genbatch.actors.runtime.telemetry import Telemetry
 from genbatch.nif.errors import OptionError, how_to_install
 
-if TYPE_CHECKING:  # a twelfth of a short command's time: imported by what writes a log, not by who reads its options
+if TYPE_CHECKING:  # its import takes a twelfth of a short command's time, so only processes with a log import it
     import structlog
     from structlog.typing import Processor
 
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
-# Of actors, what an operator wants to know: ends and restarts; their single messages would drown everything else.
+# The level of each logged event. An actor's single messages are not logged, since they would hide all other lines.
 _LEVELS = {
     "supervisor.child_start": logging.INFO,
     "supervisor.child_exit": logging.ERROR,
@@ -44,7 +44,7 @@ _LEVELS = {
     "request.refused": logging.INFO,
     "request.finished": logging.INFO,
 }
-# How a process tells the ones that it starts.
+# A process passes these to the processes that it starts.
 _FORMAT_VARIABLE, LEVEL_VARIABLE = "GENBATCH_LOG_FORMAT", "GENBATCH_LOG_LEVEL"
 
 
@@ -61,13 +61,12 @@ def _log() -> "structlog.stdlib.BoundLogger":
 
 
 def start_logging(log_format: LogFormat | None = None, level: LogLevel | None = None) -> None:
-    """Writes the log of this process, and of those that it starts, to standard error.
+    """Write the log of this process, and of the processes that it starts, to standard error.
 
-    Everything logged through Python's `logging` takes the same form: what we say from `level` on, what libraries say
-    from warnings on.
+    Records of Python's `logging` take the same form: our records from `level` on, libraries' records from warnings on.
 
     Args:
-        log_format, level: None takes what the process that started this one was given; else text and info.
+        log_format, level: None takes the values of the process that started this one, or else text and info.
     """
     import structlog
 
@@ -86,8 +85,10 @@ def start_logging(log_format: LogFormat | None = None, level: LogLevel | None = 
 
 
 class _LineHandler(logging.StreamHandler[TextIO]):
-    """To standard error. On a terminal a line takes the place of what stands in its own, such as another process's bar,
-    which is drawn again below it.
+    """Writes to standard error.
+
+    On a terminal a record replaces the current line, such as the progress bar of another process, which is drawn again
+    below the record.
     """
 
     def __init__(self) -> None:
@@ -95,7 +96,7 @@ class _LineHandler(logging.StreamHandler[TextIO]):
         self._start = _CLEAR_LINE if self.stream.isatty() else ""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record's line."""
+        """Return the record as a line."""
         return self._start + super().format(record)
 
 
@@ -103,12 +104,12 @@ _CLEAR_LINE = "\r\x1b[2K"
 
 
 def log_event(event: str, **values: object) -> None:
-    """One line at level info."""
+    """Log one line at level info."""
     _log().info(event, **values)
 
 
 def log_telemetry(telemetry: Telemetry) -> Callable[[], None]:
-    """Logs the events that an operator wants to know of, until the returned function is called."""
+    """Log the events of `_LEVELS` until the returned function is called."""
     log = _log()
 
     def handle(event: str, measurements: Mapping[str, float], metadata: Mapping[str, object]) -> None:
@@ -135,9 +136,9 @@ def _formatter(*, as_json: bool) -> logging.Formatter:
 
 
 def _text_line(logger: object, method: str, fields: MutableMapping[str, Any]) -> str:
-    """`time level event key=value ...`; an exception follows on lines of its own."""
+    """Return `time level event key=value ...`; an exception follows on lines of its own."""
     time, level = fields.pop("timestamp"), fields.pop("level")
-    event = str(fields.pop("event")).strip().replace("\n", "\\n")  # one line, whatever a library or a client says
+    event = str(fields.pop("event")).strip().replace("\n", "\\n")  # a library's or a client's text stays on one line
     fields.pop("logger", None)
     exception = fields.pop("exception", None)
     line = " ".join([time, f"{level:7}", event, *(f"{name}={_plain(value)}" for name, value in fields.items())])
@@ -145,18 +146,18 @@ def _text_line(logger: object, method: str, fields: MutableMapping[str, Any]) ->
 
 
 def _plain(value: object) -> str:
-    """The value, in quotes if it has spaces or quotes."""
+    """Return the value as text, in quotes if it has spaces or quotes."""
     text = repr(value) if isinstance(value, BaseException) else str(value)
     return repr(text) if not text or any(character in text for character in ' "\n=') else text
 
 
 _OTEL_VARIABLE = "GENBATCH_OTEL"
-# Seconds in which the last spans may leave.
+# Seconds for sending the last spans.
 FLUSH_S = 2.0
 
 
 def start_tracing() -> None:
-    """Lets `observe` trace requests, in this process and in those that it starts.
+    """Let `observe` trace requests, in this process and in the processes that it starts.
 
     Raises:
         OptionError: OpenTelemetry is not installed.
@@ -169,7 +170,7 @@ def start_tracing() -> None:
 
 
 async def observe(telemetry: Telemetry, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-    """Logs and traces what `telemetry` tells, until it is cancelled; then the last spans leave."""
+    """Log and trace the events of `telemetry` until cancelled, then send the last spans."""
     with ExitStack() as stack:
         stack.callback(log_telemetry(telemetry))
         if os.environ.get(_OTEL_VARIABLE) != "1":

@@ -1,12 +1,12 @@
-"""OpenTelemetry spans: one a request, from its acceptance to its end, with what happened to it in between.
+"""OpenTelemetry spans: a span for each request, from its acceptance to its end, with the events in between.
 
-    provider = open_provider()              # OTLP over HTTP, to where OTEL_EXPORTER_OTLP_ENDPOINT says
+    provider = open_provider()              # OTLP over HTTP, to OTEL_EXPORTER_OTLP_ENDPOINT
     detach = trace_requests(telemetry, provider)
     ...
-    provider.shutdown()                     # sends what is left
+    provider.shutdown()                     # sends the last spans
 
-Needs `genbatch[otel]`. Names of attributes follow the semantic conventions of generative AI, and vLLM's for latencies;
-ours start with "genbatch.". Spans hold no text of prompts or answers.
+This needs `genbatch[otel]`. Names of attributes follow the semantic conventions of generative AI, and vLLM's names for
+latencies; our own start with "genbatch.". Spans hold no text of prompts or answers.
 """
 
 import time
@@ -22,7 +22,7 @@ from opentelemetry.trace import TracerProvider as AnyTracerProvider
 from genbatch.actors.runtime.telemetry import Telemetry
 
 _NANOSECONDS = 1_000_000_000
-# Event -> the span event it becomes.
+# Event -> event of the span.
 _EVENTS = {
     "request.started": "prefill",
     "request.first_token": "first_token",
@@ -37,7 +37,7 @@ _ATTRIBUTES = {
 
 
 def open_provider() -> TracerProvider:
-    """A provider that sends spans to where the standard OTEL_ variables of the environment say."""
+    """Return a provider that sends spans to the address in the standard OTEL_ variables of the environment."""
     ours = Resource({"service.name": "genbatch"})
     provider = TracerProvider(resource=ours.merge(OTELResourceDetector().detect()))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
@@ -45,19 +45,19 @@ def open_provider() -> TracerProvider:
 
 
 def trace_requests(telemetry: Telemetry, provider: AnyTracerProvider) -> Callable[[], None]:
-    """Makes a span of each request whose events `telemetry` tells, until the returned function is called."""
+    """Make a span of each request with events in `telemetry`, until the returned function is called."""
     return telemetry.attach(RequestSpans(provider).handle)
 
 
 class RequestSpans:
-    """The spans of requests that have not ended."""
+    """The spans of open requests."""
 
     def __init__(self, provider: AnyTracerProvider) -> None:
         self._tracer = provider.get_tracer("genbatch")
         self._open: dict[str, Span] = {}
 
     def handle(self, event: str, measurements: Mapping[str, float], metadata: Mapping[str, object]) -> None:
-        """A handler for telemetry."""
+        """Handle an event of Telemetry."""
         request_id = str(metadata.get("request_id"))
         if event == "request.accepted":
             span = self._open[request_id] = self._start(measurements, metadata)

@@ -18,13 +18,13 @@
 
 Messages are handled one at a time, control messages (`Down`, timers, `control=True`) first. An exception in a
 callback ends the actor: its open calls get `ActorDown` with the exception as cause, monitors fire, and the
-exception goes to whoever runs the actor, a supervisor or the nursery.
+exception goes to the supervisor or the nursery that runs the actor.
 
     caller -- ref.call --> Mailbox -- handle_call(request, From) --> reply --> caller
                               ^                                 |
                               +-- Down, if the caller is gone --+ monitor
 
-A monitor tells one actor, once, that a caller or another actor is gone:
+A monitor tells one actor, once, that a caller or another actor has ended:
 
     monitor = self.monitor(from_)         # in handle_call, before returning NOREPLY
     ...
@@ -32,13 +32,12 @@ A monitor tells one actor, once, that a caller or another actor is gone:
         if isinstance(message, Down):     # message.monitor is monitor, message.target is from_
             ...                           # the caller was cancelled or timed out: free what it holds
 
-Its record goes away by itself: when it fires, when the call is answered, when either side ends. `cancel` is for
-losing interest earlier.
+A monitor is removed when it fires, when the call is answered, and when either side ends; `cancel` removes it earlier.
 
 A mailbox has two lanes. The normal lane is bounded: a message that does not fit is refused, never dropped. The
-control lane is served first and passes a full normal lane. It has no limit of its own because what is in it is
-limited elsewhere: a `Down` per monitor and a timer per `send_after` that the actor itself asked for, a control call
-or a stop per waiting task. Whoever sends control casts and infos must likewise have a bounded number under way.
+control lane is served first and accepts messages while the normal lane is full. It has no limit of its own, because
+its messages are bounded elsewhere: a `Down` for each monitor and a timer for each `send_after` of the actor itself, a
+control call or a stop for each waiting task. A sender of control casts and infos must likewise bound their number.
 """
 
 import enum
@@ -62,12 +61,12 @@ if TYPE_CHECKING:
 
 
 class Exit(enum.Enum):
-    """Why an actor or a caller ended, when no exception did it."""
+    """The reason for which an actor or a caller ended without an exception."""
 
     NORMAL = "normal"
-    SHUTDOWN = "shutdown"  # its supervisor told it to stop
+    SHUTDOWN = "shutdown"  # its supervisor stopped it
     CANCELLED = "cancelled"  # its cancel scope was cancelled
-    TIMEOUT = "timeout"  # a caller's patience ended
+    TIMEOUT = "timeout"  # the caller's timeout passed
 
 
 Reason = Exit | BaseException
@@ -90,26 +89,26 @@ class Monitor:
             self.fire(lifetime.reason)
 
     def cancel(self) -> None:
-        """Stops watching; no `Down` of this monitor is handled any more, not even one already on its way."""
+        """Stop watching. Even a `Down` that is already in the mailbox is not handled any more."""
         self.release()
         if self._down is not None:
             self._mailbox.discard(self._down)
 
     def fire(self, reason: Reason) -> None:
-        """Puts `Down` on the watching actor's control lane."""
+        """Put `Down` on the watching actor's control lane."""
         self.release()
         self._down = Down(self, self.target, reason)
         self._mailbox.put(self._down, control=True)
 
     def release(self) -> None:
-        """Removes the record on both sides."""
+        """Remove the monitor on both sides."""
         self._lifetime.watchers.pop(self, None)
         self._mailbox.monitors.pop(self, None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Down:
-    """What `handle_info` gets when a monitored target is gone."""
+    """The message to `handle_info` when a monitored target has ended."""
 
     monitor: Monitor
     target: "From[Any] | ActorRef"
@@ -117,7 +116,7 @@ class Down:
 
 
 class Lifetime:
-    """What can be monitored: it lives until it ends, once, with a reason."""
+    """An object that can be monitored: it ends once, with a reason."""
 
     __slots__ = ("reason", "watchers")
 
@@ -131,7 +130,7 @@ class Lifetime:
         return self.reason is None
 
     def end(self, reason: Reason) -> None:
-        """Ends it and tells every monitor."""
+        """End it and fire every monitor."""
         assert self.reason is None
         self.reason = reason
         for monitor in tuple(self.watchers):
@@ -154,7 +153,7 @@ class Info:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stop:
-    """Asks the actor to end after the message it is handling."""
+    """The message that ends the actor after its current message."""
 
     reason: Reason
 
@@ -168,7 +167,7 @@ class Timer:
     deadline: float
 
     def cancel(self) -> None:
-        """Takes the message back, even if it is due already; fine if it was handled."""
+        """Take the message back, even if it is due already; a handled message is no error."""
         self.mailbox.discard(self)
 
 
@@ -197,8 +196,8 @@ class Mailbox(Lifetime):
         self.max_size = max_size
         self.telemetry = telemetry
         self.owner: trio.lowlevel.Task | None = None
-        self.calls: dict[From[Any], object] = {}  # the requests that are delivered or wait here, and are not answered
-        self.monitors: dict[Monitor, None] = {}  # what the actor watches
+        self.calls: dict[From[Any], object] = {}  # the requests that are not answered
+        self.monitors: dict[Monitor, None] = {}  # the actor's own monitors
         self.closed: Reason | None = None
         self.ended = trio.Event()
         self._normal: deque[object] = deque()
@@ -210,7 +209,7 @@ class Mailbox(Lifetime):
         return len(self._normal) + len(self._control)
 
     def put(self, envelope: object, *, control: bool = False) -> None:
-        """Adds at the end of a lane.
+        """Add a message at the end of a lane.
 
         Raises:
             ActorDown: the actor ended or is ending.
@@ -229,7 +228,7 @@ class Mailbox(Lifetime):
         self._wake()
 
     def put_after(self, delay_s: float, message: object) -> Timer:
-        """Puts `message` on the control lane `delay_s` seconds from now."""
+        """Put `message` on the control lane `delay_s` seconds from now."""
         assert delay_s >= 0, delay_s
         timer = Timer(self, message, trio.current_time() + delay_s)
         if self.closed is None:
@@ -238,7 +237,7 @@ class Mailbox(Lifetime):
         return timer
 
     async def get(self) -> object:
-        """The next message; only the actor's own task may wait here. Returns at once when there is one."""
+        """Return the next message, and wait for one if there is none; only for the actor's own task."""
         while True:
             if self._timers:
                 self._move_due_timers()
@@ -250,25 +249,25 @@ class Mailbox(Lifetime):
             if self._timers:
                 with trio.CancelScope(deadline=self._timers[0].deadline):
                     await trio.lowlevel.wait_task_rescheduled(self._abort_get)
-            else:  # a scope costs as much as all the rest
+            else:  # a cancel scope costs as much as all else here
                 await trio.lowlevel.wait_task_rescheduled(self._abort_get)
 
     def discard(self, envelope: object) -> None:
-        """Removes a message nobody wants handled any more; fine if it is not here."""
+        """Remove a message; a missing message is no error."""
         lanes: tuple[MutableSequence[Any], ...] = (self._timers, self._control, self._normal)
         for lane in lanes:
             if envelope in lane:
                 lane.remove(envelope)
 
     def close(self, reason: Reason) -> None:
-        """Refuses messages from now on, forgets timers and monitors; open calls stay open until `end`."""
+        """Refuse messages from now on, and remove timers and monitors; open calls stay open until `end`."""
         self.closed = reason
         self._timers.clear()
         for monitor in tuple(self.monitors):
             monitor.cancel()
 
     def end(self, reason: Reason) -> None:
-        """The actor is gone: every open call gets `ActorDown`, every monitor a `Down`."""
+        """End the actor: every open call gets `ActorDown`, and every monitor fires."""
         assert self.closed is not None
         for from_ in tuple(self.calls):
             from_.fail(ActorDown(self.name, reason))
@@ -297,7 +296,7 @@ T = TypeVar("T")
 
 
 class From(Lifetime, Generic[T]):
-    """Who waits for a reply of type T. It ends when it is answered or when the caller stops waiting."""
+    """A caller that waits for a reply of type T. It ends with the answer, or when the caller stops waiting."""
 
     __slots__ = ("_mailbox", "_replied", "_task")
 
@@ -308,10 +307,10 @@ class From(Lifetime, Generic[T]):
         self._replied = False
 
     async def answer(self, deadline: float) -> T:
-        """Waits in the calling task, cancelled at `deadline`. What comes first wins, reply or cancellation."""
+        """Wait in the calling task until the reply, or until the task is cancelled or `deadline` passes."""
 
         def give_up(_: object) -> trio.lowlevel.Abort:
-            # Here, and not when the task runs again: until then a reply could come and find it awake already.
+            # Abandon the call here, not when the task runs again: a reply in between would find the task awake already.
             self._abandon(Exit.TIMEOUT if trio.current_time() >= deadline else Exit.CANCELLED)
             return trio.lowlevel.Abort.SUCCEEDED
 
@@ -319,7 +318,7 @@ class From(Lifetime, Generic[T]):
         return result
 
     def reply(self, result: "outcome.Outcome[T]") -> None:
-        """Answers, the one time the actor may."""
+        """Answer the call; an actor may do this once."""
         assert not self._replied, f"a second reply to one call of {self._mailbox.name!r}"
         self._replied = True
         if self.alive:
@@ -328,11 +327,11 @@ class From(Lifetime, Generic[T]):
             self._mailbox.telemetry.execute("actor.reply_dropped", {}, {"name": self._mailbox.name})
 
     def fail(self, error: ActorDown) -> None:
-        """Answers in place of an actor that no longer can."""
+        """Answer in place of an actor that has ended."""
         self._settle(outcome.Error(error))
 
     def _abandon(self, reason: Exit) -> None:
-        """The caller no longer waits: the request leaves the mailbox if it is still there, monitors fire."""
+        """End the call of a caller that no longer waits: remove the request from the mailbox, and fire monitors."""
         del self._mailbox.calls[self]
         self._mailbox.discard(self)
         self.end(reason)
@@ -348,24 +347,24 @@ class From(Lifetime, Generic[T]):
 
 
 def reply(from_: From[T], value: T) -> None:
-    """Answers a call whose `handle_call` returned NOREPLY; exactly once, on the event loop's thread.
+    """Answer a call after its `handle_call` returned NOREPLY; exactly once, on the event loop's thread.
 
-    If the caller is gone by now the reply is dropped.
+    The reply is dropped if the caller has left.
     """
     from_.reply(outcome.Value(value))
 
 
 def reply_error(from_: From[Any], error: Exception) -> None:
-    """Answers a call by raising `error` there: this instance, with a traceback that starts at the caller."""
+    """Answer a call by raising `error` in the caller: this instance, with a traceback that starts there."""
     from_.reply(outcome.Error(error.with_traceback(None)))
 
 
 class ActorRef:
-    """The way to one actor. Everything here is for the event loop's thread.
+    """A reference to an actor, for the event loop's thread.
 
     Args:
-        name: for messages of errors.
-        find: returns the mailbox, or raises ActorDown; a registry's refs look it up at each use.
+        name: the actor's name in errors.
+        find: returns the mailbox, or raises ActorDown; a registry's refs look the actor up at each use.
     """
 
     __slots__ = ("_find", "name")
@@ -377,23 +376,23 @@ class ActorRef:
     def __repr__(self) -> str:
         return f"<ActorRef {self.name!r}>"
 
-    @trio.lowlevel.enable_ki_protection  # between sending and waiting nothing may come in between
+    @trio.lowlevel.enable_ki_protection  # an interrupt between sending and waiting would lose the call
     async def call(self, request: object, *, timeout: float | None = 5.0, control: bool = False) -> Any:
-        """Sends `request` to `handle_call` and waits for the reply.
+        """Send `request` to `handle_call` and return the reply.
 
-        When the waiting task is cancelled or times out the request is taken back if it was not handled yet,
-        otherwise monitors on its From fire; a later reply is dropped. Exactly one of reply, error and
-        cancellation comes out.
+        If the waiting task is cancelled or times out, a request that is not handled yet is taken back. For a handled
+        request, monitors on its From fire, and a later reply is dropped. A call ends with exactly one of reply, error
+        and cancellation.
 
         Args:
             timeout: seconds; None waits for as long as the actor lives.
-            control: passes a full mailbox and the messages that wait in it.
+            control: send on the control lane, ahead of a full mailbox.
 
         Raises:
             CallTimeout: no reply in time.
             ActorDown: the actor is not running, or ended before it replied.
-            MailboxFull: the request was not taken.
-            Exception: what the actor gave to `reply_error`.
+            MailboxFull: the mailbox is full.
+            Exception: the error that the actor passed to `reply_error`.
         """
         try:
             mailbox = self._find()
@@ -412,23 +411,23 @@ class ActorRef:
         raise CallTimeout(self.name, timeout)
 
     def cast(self, message: object, *, control: bool = False) -> None:
-        """Sends `message` to `handle_cast`, without a reply.
+        """Send `message` to `handle_cast`, without a reply.
 
         Raises:
             ActorDown: the actor is not running.
-            MailboxFull: the message was not taken; never with `control`.
+            MailboxFull: the mailbox is full; never raised with `control`.
         """
         self._find().put(Cast(message), control=control)
 
     def info(self, message: object, *, control: bool = False) -> None:
-        """Sends `message` to `handle_info`; raises as `cast` does."""
+        """Send `message` to `handle_info`; raises as `cast` does."""
         self._find().put(Info(message), control=control)
 
     async def stop(self, reason: Reason = Exit.NORMAL, timeout: float | None = 5.0) -> None:
-        """Asks the actor to end after the message it is handling and waits until it has; fine if it is gone.
+        """End the actor after its current message, and wait for its end; an ended actor is no error.
 
         Raises:
-            CallTimeout: it has not ended within `timeout` seconds; it still will.
+            CallTimeout: the actor has not ended within `timeout` seconds; it will end later.
         """
         try:
             mailbox = self._find()
@@ -446,14 +445,14 @@ class ActorRef:
 
     @property
     def alive(self) -> bool:
-        """Whether it takes messages."""
+        """Whether the actor accepts messages."""
         try:
             return self._find().closed is None
         except ActorDown:
             return False
 
     async def wait(self) -> Reason:
-        """Waits until the actor has ended, terminate included, and returns why."""
+        """Wait until the actor has ended, terminate included, and return the reason."""
         mailbox = self.lifetime
         await mailbox.ended.wait()
         assert mailbox.reason is not None
@@ -461,7 +460,7 @@ class ActorRef:
 
     @property
     def lifetime(self) -> Mailbox:
-        """What a monitor watches.
+        """The actor's lifetime, for monitors.
 
         Raises:
             ActorDown: no actor has the name now.
@@ -469,8 +468,8 @@ class ActorRef:
         return self._find()
 
 
-# Then other tasks get a turn, even if the mailbox never empties: a trio schedule costs ~5 us. Seconds, too: sixteen
-# long lists of token ids took thirty milliseconds.
+# After so many messages or seconds, other tasks get a turn, even if the mailbox never empties. A schedule of trio costs
+# about 5 us. Sixteen long lists of token ids took thirty milliseconds.
 MESSAGES_PER_TURN, TURN_S = 16, 0.002
 
 
@@ -486,42 +485,42 @@ NOREPLY: Final[Literal[NoReply.NOREPLY]] = NoReply.NOREPLY
 class GenServer:
     """Subclass it and override callbacks. A subclass may define `__init__` and need not call this class's."""
 
-    ref: ActorRef  # this actor's, from `init` on
+    ref: ActorRef  # of this actor, from `init` on
     telemetry: Telemetry  # for the actor's own events
 
     # Callbacks.
 
     async def init(self) -> None:
-        """Runs before any message; `start` returns after it. If it raises, the actor did not start."""
+        """Run before any message; `start` returns after it. If it raises, the actor does not start."""
 
     async def handle_call(self, request: Any, from_: From[Any]) -> Any:
-        """Returns the reply, or NOREPLY to `reply(from_, value)` or `reply_error(from_, error)` later."""
+        """Return the reply, or NOREPLY to call `reply(from_, value)` or `reply_error(from_, error)` later."""
         raise NotImplementedError(f"{type(self).__name__} handles no call: {request!r}")
 
     async def handle_cast(self, message: Any) -> None:
-        """Handles what `ActorRef.cast` sent."""
+        """Handle a message of `ActorRef.cast`."""
         raise NotImplementedError(f"{type(self).__name__} handles no cast: {message!r}")
 
     async def handle_info(self, message: Any) -> None:
-        """Handles everything else: `Down`, timers, what `ActorRef.info` sent."""
+        """Handle all other messages: `Down`, timers and messages of `ActorRef.info`."""
         metadata = {"name": self.ref.name, "message": message}
         self.telemetry.execute("actor.unhandled_info", {}, metadata)
 
     async def terminate(self, reason: Reason) -> None:
-        """Runs once, last, if `init` succeeded, however the actor ends.
+        """Run once, at the actor's end, if `init` succeeded.
 
-        New messages are refused already; open calls can still be replied to. It is shielded from
-        cancellation, for at most the actor's shutdown time.
+        New messages are refused by then; open calls can still be answered. This method is shielded from cancellation,
+        for at most the actor's shutdown time.
         """
 
-    # What callbacks use.
+    # For callbacks.
 
     def send_after(self, delay_s: float, message: object) -> Timer:
-        """Sends `message` to `handle_info` in `delay_s` seconds, on the control lane."""
+        """Send `message` to `handle_info` in `delay_s` seconds, on the control lane."""
         return self._mailbox.put_after(delay_s, message)
 
     def monitor(self, target: From[Any] | ActorRef) -> Monitor:
-        """Asks for one `Down` when a caller stops waiting or an actor ends; at once if it already has.
+        """Request one `Down` when a caller stops waiting or an actor ends; it comes at once if that has happened.
 
         Raises:
             ActorDown: `target` is a registry's ref and no actor has the name now.
@@ -529,7 +528,7 @@ class GenServer:
         return Monitor(target, target if isinstance(target, From) else target.lifetime, self._mailbox)
 
     def stop(self, reason: Reason = Exit.NORMAL) -> None:
-        """Ends the actor after this callback; an exception as the reason counts as a crash."""
+        """End the actor after this callback; an exception as the reason counts as a crash."""
         if self._stop_reason is None:
             self._stop_reason = reason
 
@@ -539,7 +538,7 @@ class GenServer:
     _stop_reason: Reason | None
 
     def _attach(self, mailbox: Mailbox) -> None:
-        """Makes the actor ready for `init`."""
+        """Prepare the actor for `init`."""
         self.ref = ActorRef(mailbox.name, lambda: mailbox)
         self.telemetry = mailbox.telemetry
         self._mailbox = mailbox
@@ -547,7 +546,7 @@ class GenServer:
         mailbox.owner = trio.lowlevel.current_task()
 
     async def _serve(self) -> Reason:
-        """Handles messages until told to stop; returns why."""
+        """Handle messages until the actor is stopped, and return the reason."""
         handled, taken_s = 0, 0.0  # in this turn
         while self._stop_reason is None:
             envelope = await self._mailbox.get()
@@ -592,17 +591,17 @@ async def start(
     shutdown_s: float = 5.0,
     telemetry: Telemetry | None = None,
 ) -> ActorRef:
-    """Runs `actor` in `nursery` and returns its ref once `init` is done.
+    """Run `actor` in `nursery`, and return its ref after `init`.
 
     An exception that ends the actor is raised in the nursery, as any task's is.
 
     Args:
-        name: for errors and telemetry; the class's name if None.
+        name: the actor's name in errors and telemetry; None takes the class's name.
         mailbox_size: most messages waiting on the normal lane.
         shutdown_s: seconds that `terminate` may take.
 
     Raises:
-        Exception: what `init` raised.
+        Exception: the error of `init`.
     """
 
     async def run(task_status: trio.TaskStatus[ActorRef]) -> None:
@@ -628,7 +627,7 @@ async def run_actor(
     telemetry: Telemetry,
     task_status: trio.TaskStatus[ActorRef],
 ) -> None:
-    """Lives the actor's whole life in the current task; raises what ended it, unless that was an `Exit`."""
+    """Run the actor in the current task until its end; raise the error that ended it."""
     mailbox = Mailbox(name, mailbox_size, telemetry)
     actor._attach(mailbox)
     started = trio.current_time()
@@ -660,7 +659,7 @@ async def run_actor(
 
 
 async def _terminate(actor: GenServer, reason: Reason, shutdown_s: float) -> None:
-    """Runs the callback; its own failure must not hide an earlier one."""
+    """Run the callback; its own failure must not hide an earlier failure."""
     name, telemetry = actor.ref.name, actor.telemetry
     with trio.move_on_after(shutdown_s, shield=True) as scope:
         try:
@@ -675,7 +674,7 @@ async def _terminate(actor: GenServer, reason: Reason, shutdown_s: float) -> Non
 
 
 def _reason(error: BaseException) -> Reason:
-    """Why the actor ended; a cancellation may come wrapped in groups by the nurseries of a callback."""
+    """Return the reason of the end; nurseries of a callback may wrap a cancellation in groups."""
     if isinstance(error, BaseExceptionGroup):
         rest = error.split(trio.Cancelled)[1]
         return Exit.CANCELLED if rest is None else error

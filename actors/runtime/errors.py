@@ -1,8 +1,8 @@
-"""Every error the actor runtime raises."""
+"""The errors of the actor runtime."""
 
 
 class ActorError(Exception):
-    """Root of the runtime's errors."""
+    """The base class of the runtime's errors."""
 
 
 class ActorDown(ActorError):
@@ -21,7 +21,7 @@ class ActorDown(ActorError):
 
 
 class CallTimeout(ActorError):
-    """No reply within the timeout; the actor may still handle the request, its reply will be dropped."""
+    """No reply came within the timeout. The actor may still handle the request; its reply will be dropped."""
 
     def __init__(self, name: str, timeout_s: float) -> None:
         super().__init__(f"actor {name!r} did not reply within {timeout_s} s")
@@ -30,7 +30,7 @@ class CallTimeout(ActorError):
 
 
 class MailboxFull(ActorError):
-    """The actor has as many messages waiting as its mailbox holds; nothing was sent."""
+    """The actor's mailbox is full; the message was not sent."""
 
     def __init__(self, name: str, max_size: int) -> None:
         super().__init__(f"the mailbox of actor {name!r} is full ({max_size} messages)")
@@ -47,7 +47,7 @@ class NameTaken(ActorError):
 
 
 class StartFailed(ActorError):
-    """A supervisor's child did not start; the `__cause__` says why."""
+    """A supervisor's child did not start; the `__cause__` is the error."""
 
     def __init__(self, child_id: str) -> None:
         super().__init__(f"child {child_id!r} did not start")
@@ -66,7 +66,7 @@ class RestartLimit(ActorError):
 
 
 class WorkerClosed(ActorError):
-    """The worker takes no more jobs."""
+    """The worker accepts no more jobs."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"worker {name!r} is closed")

@@ -11,14 +11,14 @@
     await supervisor.registry.ref("batcher").call(StatsRequest())
     nursery.cancel_scope.cancel()      # stops the gateway, then the batcher
 
-A child is a GenServer or an async function that takes `task_status` and calls `task_status.started()`, as for
-`trio.Nursery.start`; a supervisor's `run` is one. Once started, children are shielded from the supervisor's
+A child is a GenServer, or an async function that takes `task_status` and calls `task_status.started()`, as for
+`trio.Nursery.start`. A supervisor's `run` is such a function. Once started, children are shielded from the supervisor's
 own cancellation, so that it can stop them one by one.
 
 Its registry has the actors under their ids, so that a ref outlives the actor behind it:
 
-    counter = registry.ref("counter")    # finds whoever has the name at each use
-    await counter.call("value")          # ActorDown while nobody has it
+    counter = registry.ref("counter")    # looks the name up at each use
+    await counter.call("value")          # raises ActorDown while no actor has the name
 """
 
 import traceback
@@ -37,33 +37,33 @@ from genbatch.actors.runtime.telemetry import Telemetry
 
 
 class Registry:
-    """Which running actor has which name."""
+    """The running actors by name."""
 
     def __init__(self) -> None:
         self._refs: dict[str, ActorRef] = {}
 
     def register(self, name: str, ref: ActorRef) -> None:
-        """Gives `name` to an actor; the name of an actor that has ended is free.
+        """Give `name` to an actor; the name of an ended actor is free.
 
         Raises:
-            NameTaken: a running actor has it.
+            NameTaken: a running actor has the name.
         """
         if self.whereis(name) is not None:
             raise NameTaken(name)
         self._refs[name] = ref
 
     def unregister(self, name: str, ref: ActorRef) -> None:
-        """Frees `name` if `ref` still has it."""
+        """Free `name` if `ref` still has it."""
         if self._refs.get(name) is ref:
             del self._refs[name]
 
     def whereis(self, name: str) -> ActorRef | None:
-        """The running actor that has the name now."""
+        """Return the running actor with the name; None for none."""
         ref = self._refs.get(name)
         return ref if ref is not None and ref.alive else None
 
     def ref(self, name: str) -> ActorRef:
-        """A ref that looks the name up at each use and so survives restarts; the name may be free yet."""
+        """Return a ref that looks the name up at each use, and so survives restarts; the name may be free yet."""
         return ActorRef(name, partial(self._find, name))
 
     def _find(self, name: str) -> Mailbox:
@@ -84,11 +84,11 @@ class ChildSpec:
 
     Args:
         id: its name among the children and in the supervisor's registry.
-        start: makes a new GenServer, or gives an async function to run; called at every start.
-        restart: permanent: always; transient: after an exception; temporary: never.
-        shutdown: seconds. An actor is asked to stop; after this time it is cancelled, then its `terminate` may
-            take this time again. A task is cancelled at once; after this time it counts as overdue.
-        mailbox_size: an actor's, in messages.
+        start: returns a new GenServer or an async function to run; called at every start.
+        restart: "permanent" restarts the child always, "transient" after an exception, "temporary" never.
+        shutdown: seconds after which a stopping actor is cancelled; its `terminate` may then take this time again. A
+            task is cancelled at once, and counts as overdue after this time.
+        mailbox_size: most messages in an actor's mailbox.
     """
 
     id: str
@@ -100,12 +100,12 @@ class ChildSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Intensity:
-    """How many restarts are too many, and what a supervisor then does.
+    """The limit of restarts.
 
     Args:
-        max_restarts, max_seconds: more restarts than these within so many seconds are too many.
-        pause_s: None: the supervisor gives up. Else it never does, and waits so many seconds before the next restart:
-            for children that strangers can reach, who could otherwise make it give up.
+        max_restarts, max_seconds: the most restarts within that many seconds.
+        pause_s: seconds to wait before each restart above the limit; None gives up instead. Children that strangers can
+            reach need a pause, or else strangers could make the supervisor give up.
     """
 
     max_restarts: int = 3
@@ -117,11 +117,11 @@ class Supervisor:
     """Keeps its children running.
 
     Args:
-        children: in the order of starting; ids must differ.
-        strategy: what restarts with a child: nothing (one_for_one), every child (one_for_all), or those after
-            it (rest_for_one). Of these, temporary children are only stopped.
-        intensity: how many restarts are too many.
-        registry: where actors are found under their ids; a new one if None.
+        children: in the order of their start; ids must differ.
+        strategy: the children that restart with a child: none (one_for_one), all (one_for_all), or the children after
+            it (rest_for_one). Temporary children among them are only stopped.
+        intensity: the limit of restarts.
+        registry: gets the actors under their ids; None makes a new one.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Supervisor:
         assert len({spec.id for spec in self._specs}) == len(self._specs), "two children have one id"
         self._strategy: Strategy = strategy
         self._intensity = intensity
-        self._restarts: deque[float] = deque()  # times of those within max_seconds
+        self._restarts: deque[float] = deque()  # the times of restarts within max_seconds
         self.name = name
         self.registry = registry or Registry()
         self.telemetry = telemetry or Telemetry()
@@ -147,11 +147,11 @@ class Supervisor:
         self._ends, self._next_end = trio.open_memory_channel["_Child"](float("inf"))
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Runs until cancelled or out of restarts, and leaves no child behind; `started` once every child is.
+        """Run until cancelled or out of restarts, then stop every child; `started` after every child has started.
 
         Raises:
-            StartFailed: a child did not start; those before it were stopped.
-            RestartLimit: restart intensity was exceeded, and has no pause; every child was stopped.
+            StartFailed: a child did not start; the children before it were stopped.
+            RestartLimit: the limit of restarts was exceeded, and has no pause; every child was stopped.
         """
         failure: ActorError | None = None
         async with trio.open_nursery() as nursery:
@@ -166,13 +166,13 @@ class Supervisor:
                 with trio.CancelScope(shield=True):
                     await self._stop(self._specs)
         if failure is not None:
-            raise failure  # here, not inside the nursery, which would wrap it in a group
+            raise failure  # outside the nursery, which would wrap it in a group
 
     async def _handle_end(self, child: "_Child", nursery: trio.Nursery) -> None:
-        """Restarts what the strategy says, until it runs or the limit is reached."""
+        """Restart the affected children until they run or the limit is reached."""
         spec, reason = child.spec, child.reason
         if self._running.get(spec.id) is not child:
-            return  # it was stopped, and perhaps started anew, on account of another child
+            return  # another child's end has stopped it, and perhaps started it again
         self._emit("supervisor.child_exit", spec, reason=reason)
         del self._running[spec.id]
         if spec.restart == "temporary" or (spec.restart == "transient" and isinstance(reason, Exit)):
@@ -197,10 +197,10 @@ class Supervisor:
         return self._specs[self._specs.index(spec) :]
 
     def _count_restart(self, spec: ChildSpec, reason: Reason) -> float:
-        """The seconds to wait before the restart.
+        """Return the seconds to wait before the restart.
 
         Raises:
-            RestartLimit: there were too many.
+            RestartLimit: there were too many restarts.
         """
         most, now = self._intensity, trio.current_time()
         self._restarts.append(now)
@@ -226,12 +226,12 @@ class Supervisor:
             self._emit("supervisor.child_start", spec)
 
     async def _stop(self, specs: Iterable[ChildSpec]) -> None:
-        """Stops those that run, last first; may be called again if it was cancelled in between."""
+        """Stop the running children, the last first; a cancelled call may be repeated."""
         for spec in reversed(list(specs)):
             child = self._running.get(spec.id)
             if child is None:
                 continue
-            child.told_to_stop = True
+            child.is_stopping = True
             if child.ref is not None:
                 with trio.move_on_after(spec.shutdown):
                     await child.ref.stop(Exit.SHUTDOWN, timeout=None)
@@ -245,7 +245,7 @@ class Supervisor:
             del self._running[spec.id]
 
     async def _run_child(self, child: "_Child") -> None:
-        """One child's life; every exception ends up as its reason."""
+        """Run a child until its end; every exception becomes its reason."""
         try:
             with child.scope:
                 await self._execute(child)
@@ -259,7 +259,7 @@ class Supervisor:
                 _keep_traceback_as_text(error)
         finally:
             child.end()
-            if child.is_started and not child.told_to_stop:
+            if child.is_started and not child.is_stopping:
                 self._ends.send_nowait(child)
 
     async def _execute(self, child: "_Child") -> None:
@@ -284,7 +284,7 @@ class Supervisor:
 
 
 class _Child:
-    """One incarnation of a child, from its start to its end; also the `task_status` it is given."""
+    """One life of a child, from its start to its end; also its `task_status`."""
 
     def __init__(self, spec: ChildSpec, registry: Registry) -> None:
         self.spec = spec
@@ -292,13 +292,13 @@ class _Child:
         self.ref: ActorRef | None = None  # of an actor that started
         self.reason: Reason = Exit.NORMAL
         self.is_started = False
-        self.told_to_stop = False
+        self.is_stopping = False
         self.settled = trio.Event()  # started or ended
         self.ended = trio.Event()
         self._registry = registry
 
     def started(self, value: object = None) -> None:
-        """From here on only the supervisor cancels it, when its turn comes."""
+        """Note the start; from here on only the supervisor cancels the child."""
         assert not self.is_started, f"{self.spec.id!r} called started() twice"
         if isinstance(value, ActorRef):
             self.ref = value
@@ -315,10 +315,10 @@ class _Child:
 
 
 def _keep_traceback_as_text(error: BaseException) -> None:
-    """Replaces tracebacks, the causes' too, by a note.
+    """Replace tracebacks, also those of causes, by a note.
 
-    Refs, monitors and `ActorDown` keep the reason of an end, perhaps for long; through the frames of its
-    traceback it would keep the dead actor's whole state.
+    Refs, monitors and `ActorDown` keep the reason of an end, perhaps for long. The frames of its traceback would keep
+    the dead actor's whole state.
     """
     error.add_note("".join(traceback.format_exception(error)))
     seen: set[int] = set()
@@ -336,10 +336,10 @@ def _keep_traceback_as_text(error: BaseException) -> None:
 
 @asynccontextmanager
 async def background() -> AsyncIterator[trio.Nursery]:
-    """A nursery that is cancelled when the body ends.
+    """Open a nursery that is cancelled when the body ends.
 
-    The body's own exception comes out as it is, and so does the only exception of a background task: whoever uses
-    the block did not open this nursery and should not have to take groups apart.
+    The body's own exception is raised as it is, and so is the only exception of a background task. So users of the
+    block need not handle exception groups.
     """
     failure: Exception | None = None
     try:

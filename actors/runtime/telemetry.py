@@ -1,4 +1,4 @@
-"""Telemetry: named events with numbers and labels, handed to whoever attached.
+"""Telemetry: named events with numbers and labels, for the attached handlers.
 
     telemetry = Telemetry()
     detach = telemetry.attach(lambda event, measurements, metadata: print(event, measurements, metadata))
@@ -10,13 +10,13 @@ Events of the runtime (measurements | metadata):
     actor.stop                duration_s | name, reason  after terminate; reason is an Exit or the exception
     actor.message             duration_s, waiting | name, kind   one message handled; waiting = still queued
     actor.mailbox_full        max_size | name            a message was refused
-    actor.call_abandoned      | name, reason             a caller went away; Exit.TIMEOUT or Exit.CANCELLED
-    actor.reply_dropped       | name                     a reply came after its caller was gone
+    actor.call_abandoned      | name, reason             a caller has left; Exit.TIMEOUT or Exit.CANCELLED
+    actor.reply_dropped       | name                     a reply came after its caller had left
     actor.unhandled_info      | name, message            no handle_info was written for it
     actor.terminate_failed    | name, error              terminate raised
     actor.terminate_overdue   shutdown_s | name          terminate was cut off
     supervisor.child_start    | name, child_id
-    supervisor.child_exit     | name, child_id, reason   a child ended that was not told to
+    supervisor.child_exit     | name, child_id, reason   a child ended without a request to end
     supervisor.restart        restarts | name, child_id  restarts within max_seconds, this one included
     supervisor.child_overdue  shutdown_s | name, child_id   a cancelled child has not ended yet
     supervisor.gave_up        | name, child_id, reason   restart intensity exceeded
@@ -31,18 +31,18 @@ logger = logging.getLogger(__name__)
 
 
 class Telemetry:
-    """Who listens. Handlers are called in place, on the event loop's thread, so they must be quick."""
+    """The attached handlers. They run on the event loop's thread, so they must be quick."""
 
     def __init__(self) -> None:
         self._handlers: list[Handler] = []
 
     @property
     def attached(self) -> bool:
-        """Whether anyone listens; lets an emitter skip measuring."""
+        """Whether a handler is attached; an emitter need not measure without one."""
         return bool(self._handlers)
 
     def attach(self, handler: Handler) -> Callable[[], None]:
-        """Calls `handler(event, measurements, metadata)` on each event until the returned function is called."""
+        """Call `handler(event, measurements, metadata)` on each event until the returned function is called."""
         self._handlers.append(handler)
 
         def detach() -> None:
@@ -52,9 +52,9 @@ class Telemetry:
         return detach
 
     def execute(self, event: str, measurements: Mapping[str, float], metadata: Mapping[str, object]) -> None:
-        """Tells everyone attached.
+        """Call every attached handler.
 
-        A handler that raises is logged and detached: observing an actor must not be able to stop it.
+        A handler that raises is logged and detached, so that observing an actor cannot stop the actor.
         """
         for handler in tuple(self._handlers):
             try:

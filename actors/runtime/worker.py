@@ -1,8 +1,8 @@
-"""Worker: one thread of its own for blocking calls that must all come from the same thread.
+"""Worker: a thread for blocking calls that must all run on the same thread.
 
     worker = Worker("model")
-    text = await worker.run(context.detokenize, token_ids)                # waits for the result
-    worker.submit(context.step, batch, on_done=lambda result: ...)        # does not
+    text = await worker.run(context.detokenize, token_ids)                # returns the result
+    worker.submit(context.step, batch, on_done=lambda result: ...)        # does not wait
     await worker.close()
 
 Jobs run one at a time, in order. A job cannot be interrupted.
@@ -33,9 +33,9 @@ Job = Callable[[], None]
 
 
 class Worker:
-    """The thread starts here and ends with `close`, or with the event loop if nobody closed it.
+    """A thread that starts here and ends with `close`, or with the event loop.
 
-    Must be made and used on an event loop's thread.
+    Make and use a worker on an event loop's thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -49,9 +49,9 @@ class Worker:
         trio.lowlevel.spawn_system_task(self._end_thread, name=f"end of worker {name}")
 
     async def run(self, job: Callable[[*Ts], T], *args: *Ts) -> T:
-        """The result of `job(*args)`, or its exception.
+        """Return the result of `job(*args)`, or raise its exception.
 
-        If the waiting task is cancelled the job still runs to its end, and its outcome is dropped.
+        If the waiting task is cancelled, the job still runs to its end, and its outcome is dropped.
 
         Raises:
             WorkerClosed: `close` was called.
@@ -73,11 +73,11 @@ class Worker:
         return value
 
     def submit(self, job: Callable[[*Ts], T], *args: *Ts, on_done: Callable[["outcome.Outcome[T]"], object]) -> None:
-        """Queues `job(*args)`; `on_done` gets its outcome on the event loop's thread.
+        """Queue `job(*args)`; `on_done` gets its outcome on the event loop's thread.
 
-        `on_done` is called from the event loop itself: it must be quick and must not raise. It may send to an actor or
-        to another worker that has ended meanwhile: then nobody is left to be told. Anything else that it raises is a
-        bug, which is logged: raised there it would end the whole program.
+        The event loop itself calls `on_done`, so it must be quick and must not raise. It may send to an actor or to a
+        worker that has ended; that is no error. Any other exception is a bug, and is logged: it would otherwise end the
+        whole program.
 
         Raises:
             WorkerClosed: `close` was called.
@@ -91,31 +91,30 @@ class Worker:
         self._jobs.put(lambda: self._tell(deliver, outcome.capture(job, *args)))
 
     def tell(self, callback: Callable[[*Ts], object], *args: *Ts) -> None:
-        """From within a job: calls `callback(*args)` on the event loop's thread, before the job's own `on_done`.
+        """Call `callback(*args)` on the event loop's thread, from within a job and before its `on_done`.
 
-        What `submit` says of `on_done` holds for it.
+        The rules of `on_done` in `submit` apply.
         """
-
         self._tell(lambda: _call_back(self.name, callback, *args))
 
     @staticmethod
     def wait(job: Callable[[float], T], timeout_s: float) -> T:
-        """`job(timeout_s)`, here and now: it blocks the event loop. In a simulation nothing it waits for is late."""
+        """Return `job(timeout_s)`, which blocks the event loop. In a simulation such a job never waits."""
         return job(timeout_s)
 
     @staticmethod
     def now() -> float:
-        """The clock for how long something in a job takes, in seconds."""
+        """Return the time in seconds, for measuring parts of a job."""
         return time.perf_counter()
 
     async def close(self) -> None:
-        """Refuses new jobs, waits for those taken, ends the thread (even if this is cancelled)."""
+        """Refuse new jobs, wait for the queued ones, and end the thread (even if this call is cancelled)."""
         self._closing.set()
         await self._ended.wait()
         self._thread.join()
 
     async def _end_thread(self) -> None:
-        """A system task, so that the loop's end reaches a worker that nobody closed."""
+        """End the thread; a system task, so that the end of the event loop ends it, too."""
         try:
             await self._closing.wait()
         finally:
@@ -125,22 +124,22 @@ class Worker:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
-            del job  # its arguments must not live until the next one comes
+            del job  # its arguments must not live until the next job
         self._tell(self._ended.set)
 
     def _tell(self, callback: Callable[..., Any], *args: object) -> None:
-        with suppress(trio.RunFinishedError):  # then nobody is left who could want the outcome
+        with suppress(trio.RunFinishedError):  # the event loop has ended, and nothing waits for the outcome
             self._token.run_sync_soon(callback, *args)
 
 
 class SharedWorker:
-    """Runs one job of each client in turn, so that a client with many jobs delays another client's by one of them.
+    """Runs one job of each client in turn, so that a client with many jobs delays another client by one job.
 
     shared = SharedWorker(worker)
     shared.submit("alice", job, on_done=...)
 
     Args:
-        worker: runs the jobs; whoever made it closes it. Jobs that still wait then are dropped.
+        worker: runs the jobs; its owner closes it. Closing drops the jobs that wait here.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -149,7 +148,7 @@ class SharedWorker:
         self._waiting: dict[str, deque[Callable[[], None]]] = {}  # by client, in the order of their turns
 
     def submit(self, client: str, job: Callable[[], T], *, on_done: Callable[["outcome.Outcome[T]"], object]) -> None:
-        """Runs `job` when it is this client's turn; see `Worker.submit` for `on_done`.
+        """Run `job` in this client's turn; see `Worker.submit` for `on_done`.
 
         Raises:
             WorkerClosed: the worker was closed.
@@ -165,7 +164,7 @@ class SharedWorker:
             try:
                 on_done(result)
             except ActorDown:
-                self._waiting.clear()  # nobody is left to be told
+                self._waiting.clear()  # the actor that waits for them has ended
                 raise
             finally:
                 self._next()
@@ -180,15 +179,15 @@ class SharedWorker:
         jobs = self._waiting.pop(client)
         begin = jobs.popleft()
         if jobs:
-            self._waiting[client] = jobs  # behind all others
+            self._waiting[client] = jobs  # behind all other clients
         begin()
 
 
 def _call_back(worker: str, callback: Callable[..., object], *args: object) -> None:
-    """Called by the event loop itself, to which nothing may be raised."""
+    """Run a callback for the event loop, which must not get an exception."""
     try:
         callback(*args)
     except (ActorDown, WorkerClosed):
-        pass  # nobody is left to be told
+        pass  # the receiver has ended
     except Exception:
-        logger.exception("what a job of worker %s had to tell was not understood", worker)
+        logger.exception("a callback of worker %s failed", worker)

@@ -15,22 +15,17 @@ import random
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import gguf
 import numpy as np
 import trio
 
-from genbatch.actors.batcher.batcher import Batcher
-from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.batcher.parts import context_factory
-from genbatch.actors.runtime.actor import ActorRef, start
 from genbatch.nif.context.engine import load_engine
 from genbatch.nif.context.runs import Drafted, Drafter
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.models.model_source import no_progress, resolve_model
-from tests.benchmarks.prompt_lookup import CHAT, timed
+from tests.benchmarks.prompt_lookup import CHAT, open_batcher, take_turns
 
 
 class Spoiled:
@@ -112,39 +107,22 @@ def write(path: Path, shape: Sequence[int], num_layers: int, num_silent: int) ->
 async def measure(large: Path, small: Path, chosen: argparse.Namespace) -> None:
     """Print a line for each share and each number of sequences."""
     engine = load_engine(EngineOptions(model_path=str(large), draft=str(small), quantize=chosen.quantize, n_ctx=4096))
-    draft, rates = engine.draft, {}
-    batchers: dict[str, Batcher] = {}
-    refs: dict[str, ActorRef] = {}
+    draft = engine.draft
     async with trio.open_nursery() as nursery:
-        for name in ("plain", "drafts"):
-            engine.draft = draft if name == "drafts" else None
-            options = BatcherOptions(n_parallel=4, batch_timeout=20.0, batch_size=0)
-            batchers[name] = Batcher(context_factory(engine, options), options)
-            refs[name] = await start(nursery, batchers[name], name=name)
-        drafter, stats = batchers["drafts"].ctx.drafter, batchers["drafts"].stats
+        pair = {}
+        for drafts in (False, True):
+            engine.draft = draft if drafts else None
+            pair[drafts] = await open_batcher(nursery, engine)
+        drafter = pair[True].ctx.drafter
         assert drafter is not None
         fields = {"max_tokens": chosen.tokens, "temperature": 0.0, "ignore_eos": True}
         for share in chosen.shares:
-            batchers["drafts"].ctx.drafter = Spoiled(drafter, share)
+            pair[True].ctx.drafter = Spoiled(drafter, share)
             for size in chosen.sequences:
-                ratios, before = [], (stats.drafted_tokens, stats.accepted_draft_tokens)
-                for number in range(chosen.rounds + 1):
-                    asked, took = [CHAT[(number + index) % len(CHAT)] for index in range(size)], {}
-                    for name in ("plain", "drafts") if number % 2 else ("drafts", "plain"):
-                        took[name] = await timed(refs[name], asked, **fields)
-                    assert took["plain"][2] == took["drafts"][2], "an answer has changed"
-                    if number:
-                        ratios.append(took["plain"][0] / took["drafts"][0])
-                        rates[size] = size * chosen.tokens / took["plain"][0]
-                drafted, accepted = stats.drafted_tokens - before[0], stats.accepted_draft_tokens - before[1]
-                print(
-                    f"{share:.2f} right, {size} at once: x{median(ratios):.2f} "
-                    f"({min(ratios):.2f} to {max(ratios):.2f}), "
-                    f"{rates[size]:.1f} tok/s without; {accepted} of {drafted} drafted tokens were right",
-                    flush=True,
-                )
-        for ref in refs.values():
-            await ref.stop()
+                turns = await take_turns(pair, CHAT, size, chosen.rounds, **fields)
+                print(f"{share:.2f} right, {size} at once: {turns}", flush=True)
+        for batcher in pair.values():
+            await batcher.ref.stop()
 
 
 def main() -> None:

@@ -3,12 +3,14 @@
     python tests/benchmarks/prompt_lookup.py --quantize none --sequences 1 2 4 --rounds 5
 
 Two Batchers over one loaded model take turns, A-B-B-A, with the same requests; answers are compared token by token.
-A ratio is the time without divided by the time with, of each round's pair; told are the median and the extremes.
+A ratio is the time without drafts divided by the time with drafts, of each round's pair. A line has the median and the
+extremes. `draft_model.py` measures a draft model in the same way.
 """
 
 import argparse
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from statistics import median
 
 import trio
@@ -18,7 +20,7 @@ from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.parts import context_factory
 from genbatch.actors.runtime.actor import ActorRef, start
-from genbatch.nif.context.engine import load_engine
+from genbatch.nif.context.engine import Engine, load_engine
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.proto.messages import GenerateRequest, Message, Result
 
@@ -50,7 +52,7 @@ TASKS = {"copying": COPYING, "chat": CHAT}
 
 
 async def timed(ref: ActorRef, questions: Sequence[str], **fields: object) -> tuple[float, float, list[list[int]]]:
-    """Seconds from the first token to the last, CPU seconds of this process from the call, and the answers."""
+    """Return the seconds from the first token to the last, the CPU seconds from the call, and the answers."""
     answers: list[list[int]] = [[] for _ in questions]
     first = [0.0] * len(questions)
 
@@ -70,47 +72,80 @@ async def timed(ref: ActorRef, questions: Sequence[str], **fields: object) -> tu
     return time.perf_counter() - min(first), time.process_time() - cpu, answers
 
 
+@dataclass
+class Turns:
+    """The measurements of some rounds.
+
+    Args:
+        ratios, of_cpu: the time and the CPU time without drafts, divided by those with drafts; one a round.
+        rates: tokens per second without drafts.
+        drafted, accepted: drafted tokens, and those that were right.
+    """
+
+    ratios: list[float] = field(default_factory=list)
+    of_cpu: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    drafted: int = 0
+    accepted: int = 0
+
+    def __str__(self) -> str:
+        return (
+            f"x{median(self.ratios):.2f} ({min(self.ratios):.2f} to {max(self.ratios):.2f}), "
+            f"of CPU time x{median(self.of_cpu):.2f}, {median(self.rates):.1f} tok/s without; "
+            f"{self.accepted} of {self.drafted} drafted tokens were right"
+        )
+
+
+async def open_batcher(nursery: trio.Nursery, engine: Engine, *, prompt_lookup: bool = False) -> Batcher:
+    """Start a Batcher over a loaded model."""
+    options = BatcherOptions(n_parallel=4, batch_timeout=20.0, batch_size=0, prompt_lookup=prompt_lookup)
+    batcher = Batcher(context_factory(engine, options), options)
+    await start(nursery, batcher)
+    return batcher
+
+
+async def take_turns(
+    pair: dict[bool, Batcher], questions: Sequence[str], size: int, rounds: int, **fields: object
+) -> Turns:
+    """Measure `size` requests at once without and with drafts, round by round; the first round warms up.
+
+    Args:
+        pair: the Batchers without and with drafts.
+        questions: each round takes others of them.
+    """
+    turns, stats = Turns(), pair[True].stats
+    before = stats.drafted_tokens, stats.accepted_draft_tokens
+    for number in range(rounds + 1):
+        asked = [questions[(number + index) % len(questions)] for index in range(size)]
+        took = {}
+        for drafts in (False, True) if number % 2 else (True, False):
+            took[drafts] = await timed(pair[drafts].ref, asked, **fields)
+        (without, cpu_without, expected), (with_drafts, cpu_with, answers) = took[False], took[True]
+        assert answers == expected, "an answer has changed"
+        if number:
+            turns.ratios.append(without / with_drafts)
+            turns.of_cpu.append(cpu_without / cpu_with)
+            turns.rates.append(sum(map(len, answers)) / without)
+    turns.drafted, turns.accepted = stats.drafted_tokens - before[0], stats.accepted_draft_tokens - before[1]
+    return turns
+
+
 async def measure(chosen: argparse.Namespace) -> None:
-    """Prints a line a task and size."""
+    """Print a line for each task and size."""
     engine = load_engine(EngineOptions(model_path=chosen.model, quantize=chosen.quantize))
-    batchers: dict[bool, Batcher] = {}
-    refs: dict[bool, ActorRef] = {}
     async with trio.open_nursery() as nursery:
-        for looks_up in (False, True):
-            options = BatcherOptions(n_parallel=4, batch_timeout=20.0, batch_size=0, prompt_lookup=looks_up)
-            batchers[looks_up] = Batcher(context_factory(engine, options), options)
-            refs[looks_up] = await start(nursery, batchers[looks_up], name=f"batcher {looks_up}")
+        pair = {drafts: await open_batcher(nursery, engine, prompt_lookup=drafts) for drafts in (False, True)}
         fields = {"max_tokens": chosen.tokens, "temperature": chosen.temperature, "seed": 7}
         for name in chosen.tasks:
-            questions = TASKS[name]
             for size in chosen.sequences:
-                ratios, of_cpu, rates, stats = [], [], [], batchers[True].stats
-                before = stats.drafted_tokens, stats.accepted_draft_tokens
-                for number in range(chosen.rounds + 1):
-                    # Others of the questions in each round, and the first one warms up.
-                    asked = [questions[(number + index) % len(questions)] for index in range(size)]
-                    took = {}
-                    for looks_up in (False, True) if number % 2 else (True, False):
-                        took[looks_up] = await timed(refs[looks_up], asked, **fields)
-                    (without, cpu_without, expected), (with_lookup, cpu_with, answers) = took[False], took[True]
-                    assert answers == expected, "an answer has changed"
-                    if number:
-                        ratios.append(without / with_lookup)
-                        of_cpu.append(cpu_without / cpu_with)
-                        rates.append(sum(map(len, answers)) / without)
-                drafted, accepted = stats.drafted_tokens - before[0], stats.accepted_draft_tokens - before[1]
-                print(
-                    f"{name:8} B={size}: x{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}), "
-                    f"of CPU time x{median(of_cpu):.2f}, {median(rates):.0f} tok/s without; "
-                    f"{accepted} of {drafted} drafted tokens were right",
-                    flush=True,
-                )
-        for ref in refs.values():
-            await ref.stop()
+                turns = await take_turns(pair, TASKS[name], size, chosen.rounds, **fields)
+                print(f"{name:8} B={size}: {turns}", flush=True)
+        for batcher in pair.values():
+            await batcher.ref.stop()
 
 
 def main() -> None:
-    """Reads the flags."""
+    """Read the flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--quantize", default="none")

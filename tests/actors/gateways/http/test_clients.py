@@ -19,7 +19,6 @@ import httpx2
 import pytest
 
 from tests.actors.gateways.http.agent_programs import AGENTS, installed
-from tests.actors.gateways.http.client_programs import TRIED
 from tests.actors.gateways.threaded_service import threaded_service
 from tests.agent_model import ANSWER, POSITIONS, agent_model
 from tests.tool_models import tool_model
@@ -28,6 +27,9 @@ ROOT = Path(__file__).resolve().parents[4]
 TABLE = ROOT / "docs" / "clients.md"
 BEGIN, END = "<!-- clients -->\n", "<!-- end of clients -->\n"
 PROGRAMS = Path(__file__).with_name("client_programs.py")
+sys.path.append(str(PROGRAMS.parent))  # the programs run as scripts, so they import each other by bare names
+from client_programs import TRIED  # noqa: E402
+
 AGENT_PROGRAMS = Path(__file__).with_name("agent_programs.py")
 # By the environment that they are in: the tests' own, and the one that `make clients` makes.
 OTHERS = ROOT / ".venv-clients" / "bin" / "python"

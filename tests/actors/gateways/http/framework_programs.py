@@ -1,0 +1,435 @@
+"""Programs as people write them, over frameworks: LangChain, pydantic-ai, smolagents, LiteLLM and others."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Literal
+
+import pydantic
+from tried import USER, WEATHER, Colour, is_weather, openai_client, tries
+
+# langchain-openai
+
+
+def langchain_chat(url: str) -> Any:
+    from langchain_openai import ChatOpenAI
+
+    return ChatOpenAI(base_url=url, api_key="none", model="model", max_tokens=300, max_retries=0, temperature=0)
+
+
+@tries("langchain-openai", "chat")
+def _(url: str) -> None:
+    chat = langchain_chat(url).bind(max_tokens=4)
+    assert len({answer.content for answer in [chat.invoke("Well?"), *chat.batch(["Well?", "Well?"])]}) == 1
+
+
+@tries("langchain-openai", "chat streamed")
+def _(url: str) -> None:
+    chat = langchain_chat(url).bind(max_tokens=4)
+    assert "".join(chunk.content for chunk in chat.stream("Well?")) == chat.invoke("Well?").content
+
+
+@tries("langchain-openai", "chat async")
+def _(url: str) -> None:
+    async def ask() -> Any:
+        return await langchain_chat(url).bind(max_tokens=4).ainvoke("Well?")
+
+    assert asyncio.run(ask()).usage_metadata["output_tokens"] == 4
+
+
+@tries("langchain-openai", "bind_tools")
+def _(url: str) -> None:
+    from langchain_core.messages import HumanMessage, ToolMessage
+
+    bound = langchain_chat(url).bind_tools([WEATHER], tool_choice="any")
+    answer = bound.invoke("Well?")
+    assert all(is_weather(call["args"]) for call in answer.tool_calls) and answer.tool_calls
+    streamed: Any = None
+    for chunk in bound.stream("Well?"):
+        streamed = chunk if streamed is None else streamed + chunk
+    assert all(is_weather(call["args"]) for call in streamed.tool_calls) and streamed.tool_calls
+    answers = [ToolMessage("sunny", tool_call_id=call["id"]) for call in answer.tool_calls]
+    langchain_chat(url).bind_tools([WEATHER]).bind(max_tokens=4).invoke([HumanMessage("Well?"), answer, *answers])
+
+
+@tries("langchain-openai", "structured output: function_calling, json_schema")
+def _(url: str) -> None:
+    for method in ("function_calling", "json_schema"):
+        assert isinstance(langchain_chat(url).with_structured_output(Colour, method=method).invoke("Which?"), Colour)
+
+
+# pydantic-ai
+
+
+def pydantic_ai_agent(url: str, **options: Any) -> Any:
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    chat = OpenAIChatModel("model", provider=OpenAIProvider(base_url=url, api_key="none"))
+    return Agent(chat, **options)
+
+
+@tries("pydantic-ai", "chat")
+def _(url: str) -> None:
+    agent = pydantic_ai_agent(url, model_settings={"max_tokens": 4, "temperature": 0})
+    assert agent.run_sync("Well?").usage.output_tokens == 4
+
+
+@tries("pydantic-ai", "chat streamed")
+def _(url: str) -> None:
+    agent = pydantic_ai_agent(url, model_settings={"max_tokens": 4, "temperature": 0})
+
+    async def ask() -> str:
+        async with agent.run_stream("Well?") as run:
+            text: str = await run.get_output()
+            return text
+
+    assert asyncio.run(ask()) == agent.run_sync("Well?").output
+
+
+@tries("pydantic-ai", "structured output by a tool")
+def _(url: str) -> None:
+    agent = pydantic_ai_agent(url, output_type=Colour, model_settings={"max_tokens": 200})
+    assert isinstance(agent.run_sync("Which?").output, Colour)
+
+
+@tries("pydantic-ai", "a function of one's own, then structured output")
+def _(url: str) -> None:
+    asked = []
+    settings: Any = {"max_tokens": 400, "temperature": 1.0, "parallel_tool_calls": False}
+    agent = pydantic_ai_agent(url, output_type=Colour, model_settings=settings)
+
+    @agent.tool_plain
+    def look(place: Literal["here", "there"]) -> str:
+        """Looks somewhere."""
+        asked.append(place)
+        return "nothing"
+
+    # A random model chooses either of the two tools; in some run it looks first.
+    for seed in range(20):
+        found = agent.run_sync("Which?", model_settings={"seed": seed, **settings})
+        assert isinstance(found.output, Colour)
+        if asked:
+            break
+    assert set(asked) <= {"here", "there"} and asked
+
+
+@tries("pydantic-ai", "a function of one's own beside NativeOutput")
+def _(url: str) -> None:
+    from pydantic_ai import NativeOutput
+
+    _pydantic_ai_with_a_tool(url, NativeOutput(Colour), Colour)
+
+
+@tries("pydantic-ai", "a function of one's own beside PromptedOutput")
+def _(url: str) -> None:
+    from pydantic_ai import PromptedOutput
+
+    # Its format is any JSON object, and the model has not read the prompt.
+    _pydantic_ai_with_a_tool(url, PromptedOutput(AnyObject), AnyObject)
+
+
+class AnyObject(pydantic.BaseModel, extra="allow"):
+    """An object."""
+
+
+def _pydantic_ai_with_a_tool(url: str, output_type: Any, expected: type) -> None:
+    def ask(look: Callable[..., str], seed: int) -> Any:
+        settings: Any = {"max_tokens": 400, "temperature": 1.0, "seed": seed}
+        agent = pydantic_ai_agent(url, output_type=output_type, model_settings=settings)
+        agent.tool_plain(look)
+        return agent.run_sync("Which?").output
+
+    until_looked(ask, expected)
+
+
+def until_looked(ask: Callable[[Callable[..., str], int], Any], expected: type) -> None:
+    """Asks with a tool and a format until the tool was called and then an answer of the format was given.
+
+    A random model chooses either; it may also call for ever, or be cut short.
+    """
+    looked: list[str] = []
+
+    def look(place: Literal["here", "there"]) -> str:
+        """Looks somewhere."""
+        looked.append(place)
+        return "nothing"
+
+    faults: list[Exception] = []
+    for seed in range(20):
+        looked.clear()
+        try:
+            answer = ask(look, seed)
+        except Exception as error:
+            faults.append(error)
+            continue
+        assert isinstance(answer, expected), answer
+        if looked:
+            assert set(looked) <= {"here", "there"}
+            return
+    raise AssertionError(f"it never looked and answered: {faults}")
+
+
+# langchain
+
+
+@tries("langchain", "create_agent with a tool and a provider strategy")
+def _(url: str) -> None:
+    from langchain.agents import create_agent
+    from langchain.agents.structured_output import ProviderStrategy
+    from langchain_core.tools import tool
+    from langchain_openai import ChatOpenAI
+
+    def ask(look: Callable[..., str], seed: int) -> Any:
+        chat = ChatOpenAI(
+            base_url=url, api_key="none", model="model", max_tokens=400, max_retries=0, temperature=1.0, seed=seed
+        )  # type: ignore[call-arg]
+        agent = create_agent(chat, tools=[tool(look)], response_format=ProviderStrategy(Colour))
+        return agent.invoke({"messages": [{"role": "user", "content": "Which?"}]})["structured_response"]
+
+    until_looked(ask, Colour)
+
+
+# langgraph
+
+
+@tries("langgraph", "a graph with a tool node, whole and streamed")
+def _(url: str) -> None:
+    from langchain_core.messages import AIMessage
+    from langchain_core.tools import tool
+    from langgraph.graph import START, MessagesState, StateGraph
+    from langgraph.prebuilt import ToolNode, tools_condition
+
+    looked: list[str] = []
+
+    @tool
+    def look(place: Literal["here", "there"]) -> str:
+        """Looks somewhere."""
+        looked.append(place)
+        return "nothing"
+
+    def ask(state: MessagesState) -> dict[str, Any]:
+        # At first it must look; then it may answer.
+        chat = langchain_chat(url).bind(max_tokens=60)
+        bound = chat if looked else langchain_chat(url).bind_tools([look], tool_choice="any", parallel_tool_calls=False)
+        return {"messages": [bound.invoke(state["messages"])]}
+
+    graph = StateGraph(MessagesState)
+    graph.add_node("ask", ask)
+    graph.add_node("tools", ToolNode([look]))
+    graph.add_edge(START, "ask")
+    graph.add_conditional_edges("ask", tools_condition)
+    graph.add_edge("tools", "ask")
+    app = graph.compile()
+    question: Any = {"messages": [USER]}
+    answer = app.invoke(question)["messages"][-1]
+    assert isinstance(answer, AIMessage) and answer.content and looked[0] in ("here", "there")
+    looked.clear()
+    pieces = [piece for piece, _ in app.stream(question, stream_mode="messages") if piece.type == "AIMessageChunk"]
+    assert looked and "".join(piece.content for piece in pieces) == answer.content
+
+
+# smolagents
+
+
+@tries("smolagents", "ToolCallingAgent with a tool and final_answer")
+def _(url: str) -> None:
+    import smolagents
+
+    def ask(look: Callable[..., str], seed: int) -> Any:
+        @smolagents.tool
+        def peek(place: str) -> str:
+            """Looks somewhere.
+
+            Args:
+                place: where to look.
+            """
+            return look("here")
+
+        model = smolagents.OpenAIServerModel(
+            "model", api_base=url, api_key="none", temperature=1.0, max_tokens=200, seed=seed
+        )
+        agent = smolagents.ToolCallingAgent(
+            tools=[peek], model=model, max_steps=12, verbosity_level=smolagents.LogLevel.OFF
+        )
+        return str(agent.run("Which?"))
+
+    until_looked(ask, str)
+
+
+# openai-agents
+
+
+def _openai_agent(url: str, kind: str) -> Callable[[Callable[..., str], int], Any]:
+    import agents
+    import openai
+
+    agents.set_tracing_disabled(True)
+
+    def ask(look: Callable[..., str], seed: int) -> Any:
+        client = openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
+        settings = agents.ModelSettings(temperature=1.0, max_tokens=400, extra_body={"seed": seed})
+        agent = agents.Agent(
+            name="one",
+            model=getattr(agents, kind)(model="model", openai_client=client),
+            model_settings=settings,
+            tools=[agents.function_tool(look)],
+            output_type=Colour,
+        )
+        return agents.Runner.run_sync(agent, "Which?", max_turns=30).final_output
+
+    return ask
+
+
+@tries("openai-agents", "a tool and output_type over chat completions")
+def _(url: str) -> None:
+    until_looked(_openai_agent(url, "OpenAIChatCompletionsModel"), Colour)
+
+
+@tries("openai-agents", "a tool and output_type over responses")
+def _(url: str) -> None:
+    until_looked(_openai_agent(url, "OpenAIResponsesModel"), Colour)
+
+
+# litellm
+
+
+def litellm_ask(url: str, **asked: Any) -> Any:
+    import litellm
+
+    common: Any = {"model": "openai/model", "api_base": url, "api_key": "none", "messages": [USER], "temperature": 0}
+    return litellm.completion(**(common | {"max_tokens": 4} | asked))
+
+
+@tries("litellm", "chat")
+def _(url: str) -> None:
+    assert litellm_ask(url).usage.completion_tokens == 4
+
+
+@tries("litellm", "chat streamed")
+def _(url: str) -> None:
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in litellm_ask(url, stream=True))
+    assert text == litellm_ask(url).choices[0].message.content
+
+
+@tries("litellm", "chat async")
+def _(url: str) -> None:
+    import litellm
+
+    said = litellm.acompletion(
+        model="openai/model", api_base=url, api_key="none", messages=[USER], temperature=0, max_tokens=4
+    )
+    assert asyncio.run(said).choices[0].message.content == litellm_ask(url).choices[0].message.content
+
+
+@tries("litellm", "tools")
+def _(url: str) -> None:
+    answer = litellm_ask(url, tools=[WEATHER], tool_choice="required", max_tokens=900).choices[0]
+    assert answer.finish_reason == "tool_calls"
+    assert all(is_weather(call.function.arguments) for call in answer.message.tool_calls)
+
+
+@tries("litellm", "structured output")
+def _(url: str) -> None:
+    text = litellm_ask(url, response_format=Colour, max_tokens=100).choices[0].message.content
+    assert Colour.model_validate_json(text)
+
+
+@tries("litellm", "Anthropic's messages over OpenAI's chat")
+def _(url: str) -> None:
+    import litellm
+
+    async def ask() -> Any:
+        return await litellm.anthropic.messages.acreate(
+            model="openai/model", api_base=url, api_key="none", messages=[USER], max_tokens=4
+        )
+
+    message = asyncio.run(ask())
+    assert (message["type"], message["role"]) == ("message", "assistant")
+
+
+@tries("litellm", "Anthropic's messages")
+def _(url: str) -> None:
+    asked: Any = {"model": "anthropic/model", "max_tokens": 900, "tools": [WEATHER], "tool_choice": "required"}
+    said = litellm_ask(url.removesuffix("/v1"), **asked).choices[0]
+    assert all(is_weather(call.function.arguments) for call in said.message.tool_calls) and said.message.tool_calls
+
+
+# llama-index
+
+
+def llama_index_chat(url: str, **options: Any) -> Any:
+    from llama_index.llms.openai_like import OpenAILike
+
+    return OpenAILike(
+        model="model", api_base=url, api_key="none", is_chat_model=True, is_function_calling_model=True,
+        temperature=0, max_retries=0, **({"max_tokens": 4} | options),
+    )  # fmt: skip
+
+
+def _said() -> list[Any]:
+    from llama_index.core.llms import ChatMessage
+
+    return [ChatMessage(role="user", content="Well?")]
+
+
+@tries("llama-index", "chat")
+def _(url: str) -> None:
+    assert llama_index_chat(url).chat(_said()).message.content
+
+
+@tries("llama-index", "chat streamed")
+def _(url: str) -> None:
+    *_, last = llama_index_chat(url).stream_chat(_said())
+    assert last.message.content == llama_index_chat(url).chat(_said()).message.content
+
+
+@tries("llama-index", "chat async")
+def _(url: str) -> None:
+    assert asyncio.run(llama_index_chat(url).achat(_said())).message.content
+
+
+@tries("llama-index", "tools")
+def _(url: str) -> None:
+    from llama_index.core.tools import FunctionTool
+
+    def look(place: Literal["here", "there"]) -> str:
+        """Looks somewhere."""
+        return f"nothing {place}"
+
+    chat = llama_index_chat(url, max_tokens=300)
+    answered = chat.predict_and_call([FunctionTool.from_defaults(look)], user_msg="Well?", tool_required=True)
+    assert str(answered).startswith("nothing ")
+
+
+@tries("llama-index", "structured output")
+def _(url: str) -> None:
+    from llama_index.core.prompts import PromptTemplate
+
+    chat = llama_index_chat(url, max_tokens=200)
+    assert isinstance(chat.structured_predict(Colour, PromptTemplate("Which?")), Colour)
+
+
+# instructor
+
+
+@tries("instructor", "structured output: default mode, which is tools")
+def _(url: str) -> None:
+    import instructor
+
+    client = instructor.from_openai(openai_client(url))
+    asked: Any = {"model": "model", "messages": [USER], "response_model": Colour, "max_tokens": 200, "max_retries": 0}
+    asked["temperature"] = 1  # greedily a random model may write spaces for ever
+    assert isinstance(client.chat.completions.create(**asked), Colour)
+
+
+@tries("instructor", "structured output: JSON_SCHEMA, streamed")
+def _(url: str) -> None:
+    import instructor
+
+    client = instructor.from_openai(openai_client(url), mode=instructor.Mode.JSON_SCHEMA)
+    asked: Any = {"model": "model", "messages": [USER], "response_model": Colour, "max_tokens": 200, "max_retries": 0}
+    asked["temperature"] = 1  # greedily a random model may write spaces for ever
+    assert isinstance(client.chat.completions.create(**asked), Colour)
+    *_, last = client.chat.completions.create_partial(**asked)
+    assert Colour.model_validate(last.model_dump())
