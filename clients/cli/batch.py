@@ -1,8 +1,8 @@
-"""`genbatch batch`: a file of requests through one model; a run that was killed goes on where it ended.
+"""`genbatch batch`: run a file of requests; a run that was killed continues where it stopped.
 
-Each line in is an object: `prompt`, `token_ids` or `messages`, parameters by name, and an `id` if wanted; or a request
-in the form of OpenAI's batch files, with `custom_id`, `url` and `body`. Each line out has the place of its request in
-the file (`line`, from 1) and an answer in the same form.
+Each line of the input is an object with `prompt`, `token_ids` or `messages`, parameters by name, and an optional `id`;
+or a request in the form of OpenAI's batch files, with `custom_id`, `url` and `body`. Each line of the results has the
+number of its request's line (`line`, from 1) and an answer in the same form.
 """
 
 import json
@@ -27,38 +27,38 @@ from genbatch.proto.errors import ErrorInfo, GenbatchError, InvalidRequest, Unav
 from genbatch.proto.messages import Result
 from genbatch.proto.validation import check_type
 
-_MOST_TOLD = 10  # lines that failed, named one by one
+_MAX_LISTED = 10  # failed lines that are listed one by one
 
 
 class BatchFile:
     """The two files of a run.
 
     Args:
-        source: JSON lines; empty lines are passed over.
-        target: where results are appended; what an earlier run wrote there is not done again.
+        source: JSON lines; empty lines are skipped.
+        target: results are appended here; requests with a result of an earlier run are skipped.
 
     Raises:
-        UsageError: the source cannot be read, the target cannot be written, or holds something else.
+        UsageError: the source cannot be read, or the target cannot be written or contains something else.
     """
 
     def __init__(self, source: Path, target: Path) -> None:
         self.source = source
         self.target = target
         if target.resolve() == source.resolve():
-            raise UsageError("output: results cannot go into the file of requests")
-        # Not splitlines: a string in JSON may hold U+2028 and other ends of lines as they are.
+            raise UsageError("output: the results and the requests cannot share a file")
+        # Not splitlines, since a JSON string may contain U+2028 and other line ends.
         lines = enumerate(_text_of(source).split("\n"), 1)  # as an editor counts
         self.lines = {place: line for place, line in lines if line.strip()}
         self.failed: dict[int, str] = {}
         self.done = self._read_done()
 
     def todo(self) -> Iterator[tuple[int, str]]:
-        """Line numbers and lines that have no result yet."""
+        """Return the numbers and the lines of requests without a result."""
         return ((number, line) for number, line in self.lines.items() if number not in self.done)
 
     @staticmethod
     def parse(line: str) -> dict[str, Any]:
-        """A line's fields, unchecked.
+        """Return the unchecked fields of a line.
 
         Raises:
             InvalidRequest: not a JSON object.
@@ -72,7 +72,7 @@ class BatchFile:
         return fields
 
     def write(self, number: int, identity: Any, outcome: Result | GenbatchError) -> None:
-        """Appends a line's outcome; it is in the file when this returns."""
+        """Append a line's outcome to the file."""
         entry: dict[str, Any] = {"line": number, "id": identity}
         if isinstance(outcome, GenbatchError):
             entry["error"] = outcome.to_wire()
@@ -82,7 +82,7 @@ class BatchFile:
         self._finish(number, entry)
 
     def write_response(self, number: int, custom_id: Any, outcome: tuple[int, dict[str, Any]] | GenbatchError) -> None:
-        """As `write`, for a line in OpenAI's form and in the form of its answers."""
+        """Append the outcome of a line in OpenAI's form, in the form of its answers."""
         name = f"batch_req_{number}"
         entry: dict[str, Any] = {"line": number, "id": name, "custom_id": custom_id, "response": None, "error": None}
         if isinstance(outcome, GenbatchError):
@@ -100,14 +100,14 @@ class BatchFile:
         self.done.add(number)
 
     def summary(self) -> str:
-        """What became of the lines, for a person: those that failed are named, by their place in the file."""
+        """Return a summary of the run for a person, with the numbers and errors of failed lines."""
         whole = f"{len(self.done) - len(self.failed)} of {len(self.lines)} requests are answered, in {self.target}"
         if not self.failed:
             return whole
-        told = [f"  line {number}: {self.failed[number]}" for number in sorted(self.failed)[:_MOST_TOLD]]
-        if len(self.failed) > _MOST_TOLD:
-            told.append(f"  and {len(self.failed) - _MOST_TOLD} more, each with its error in {self.target}")
-        return "\n".join([whole, f"{len(self.failed)} of {self.source} failed:", *told])
+        failures = [f"  line {number}: {self.failed[number]}" for number in sorted(self.failed)[:_MAX_LISTED]]
+        if len(self.failed) > _MAX_LISTED:
+            failures.append(f"  and {len(self.failed) - _MAX_LISTED} more, each with its error in {self.target}")
+        return "\n".join([whole, f"{len(self.failed)} of {self.source} failed:", *failures])
 
     def _append(self, data: bytes) -> None:
         try:
@@ -117,17 +117,17 @@ class BatchFile:
             raise UsageError(f"output: {self.target} cannot be written: {error.strerror}") from error
 
     def _read_done(self) -> set[int]:
-        """What an earlier run finished; a last line that a kill cut short is taken away."""
-        self._append(b"")  # makes it: where there can be no results, nothing is asked
+        """Return the lines that an earlier run finished, and remove an incomplete last line."""
+        self._append(b"")  # creates the file, so that no request is sent if it cannot be written
         data = self.target.read_bytes()
         whole = data[: data.rfind(b"\n") + 1]
         rest = data[len(whole) :]
         try:
             entries = [msgspec.json.decode(line, type=_Entry) for line in whole.splitlines()]
             if rest[: len(_BEGINNING)] != _BEGINNING[: len(rest)]:
-                raise ValueError("its last line is none of ours")
-        except ValueError as error:  # msgspec's are such
-            raise UsageError(f"output: {self.target} holds something else than results: {error}") from error
+                raise ValueError("its last line is not a result")
+        except ValueError as error:  # msgspec's errors are ValueErrors
+            raise UsageError(f"output: {self.target} contains something other than results: {error}") from error
         if rest:
             self.target.write_bytes(whole)
         kept = [entry for entry in entries if not entry.is_passing]
@@ -154,14 +154,14 @@ class _Entry(msgspec.Struct):
 
     @property
     def is_passing(self) -> bool:
-        """Whether it is a refusal that passes with time, and is tried again."""
+        """Whether the request was refused for a while, and is tried again."""
         if self.response is not None:
             return self.response.status_code in _PASSING
         return self.error is not None and self.error.retry_after_ms is not None
 
     @property
     def fault(self) -> str | None:
-        """The reason why there is no answer; None where there is one."""
+        """The reason of a failure; None for an answer."""
         if self.error is not None:
             return str(from_wire(self.error))
         if self.response is not None and self.response.status_code != HTTPStatus.OK:
@@ -173,7 +173,7 @@ _PASSING = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 
 
 def _message(body: dict[str, Any]) -> str:
-    """The message in an error that OpenAI's API answers with."""
+    """Return the message of an error of OpenAI's API."""
     error = body.get("error")
     return str(error.get("message")) if isinstance(error, dict) else str(error)
 
@@ -183,29 +183,29 @@ def _text_of(source: Path) -> str:
         return source.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
-        raise UsageError(f"{source}, line {line}: is not text in UTF-8") from None
+        raise UsageError(f"{source}, line {line}: not text in UTF-8") from None
     except OSError as error:
         raise UsageError(f"{source} cannot be read: {error.strerror}") from None
 
 
 @with_flag_groups
 def batch(
-    source: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="A request a line, as JSON.")],
+    source: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="The requests: one JSON object in each line.")],
     *,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Where results go; FILE.results.jsonl if not given."),
+        typer.Option("--output", "-o", metavar="FILE", help="The file of results; the default is FILE.results.jsonl."),
     ] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at once.")] = 8,
+    concurrency: Annotated[int, typer.Option(min=1, help="The number of requests at once.")] = 8,
     connection: ConnectionFlags,
     engine: ModelFlags,
 ) -> None:
-    """Run a file of requests; killed and started again, it goes on where it stopped.
+    """Run a file of requests. A run that was killed continues where it stopped.
 
-    0: all are answered; 1: some failed, which are named. Each line of the results has the place of its request in the
-    file, from 1.
+    The exit code is 0 if all requests are answered, and 1 if some failed; their lines are printed. Each line of the
+    results has the number of its request's line, from 1.
 
-    Each line is an object with prompt, token_ids or messages, the parameters by name, and an id if you like:
+    Each line is an object with prompt, token_ids or messages, the parameters by name, and an optional id:
 
       {"id": "a", "prompt": "The capital of France is", "max_tokens": 8}
 
@@ -235,7 +235,7 @@ def batch(
 
 
 async def _answer_all(client: Client, file: BatchFile, concurrency: int) -> None:
-    """Keeps `concurrency` requests under way until every line has its outcome."""
+    """Run `concurrency` requests at once until every line has its outcome."""
     todo, api = file.todo(), BatchAPI(client)
     columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
@@ -252,10 +252,10 @@ async def _answer_all(client: Client, file: BatchFile, concurrency: int) -> None
 
 
 async def _answer(client: Client, api: BatchAPI, file: BatchFile, number: int, line: str) -> None:
-    """Answers one line, in the form that it has.
+    """Answer one line in its form.
 
     Raises:
-        Unavailable: no service answers, which every other line would say too.
+        Unavailable: no service answers, so every other line would fail, too.
     """
     fields: dict[str, Any] = {}
     outcome: Any

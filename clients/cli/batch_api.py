@@ -1,4 +1,4 @@
-"""Batch files in OpenAI's form, answered by the HTTP API's own code without a socket.
+"""Answer batch files in OpenAI's form with the HTTP API's code, without a socket.
 
 {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
 {"line": 1, "id": "batch_req_1", "custom_id": "a", "response": {"status_code": 200, "body": {...}}, "error": null}
@@ -32,7 +32,7 @@ class BatchAPI:
         self._app = make_app(HTTPCalls(dispatcher), OpenCalls(), Security(), only_loopback=True)
 
     async def answer(self, line: BatchLine) -> tuple[int, dict[str, Any]]:
-        """The status and the body that the API answers a line with.
+        """Return the status and the body of the API's answer to a line.
 
         Raises:
             InvalidRequest: the line asks for another method or path, or for a stream.
@@ -45,7 +45,7 @@ class BatchAPI:
 
 
 class _Asked:
-    """What the dispatcher asks in a Batcher's place."""
+    """A client in the place of the dispatcher's Batcher."""
 
     def __init__(self, client: Client) -> None:
         self._client = client

@@ -1,4 +1,4 @@
-"""`genbatch bench`: what the callers of a service see under a load.
+"""`genbatch bench`: measure latency and throughput of a service under a load.
 
 The flags say which workload; the target is a running service, a private one, or the batch manager.
 """
@@ -70,7 +70,7 @@ def _listed(values: tuple[float, ...]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadFlags:
-    """What is asked of the service."""
+    """The load."""
 
     workload: Annotated[
         Workload,
@@ -83,42 +83,42 @@ class LoadFlags:
     ]
     num_prompts: Annotated[
         int | None,
-        typer.Option(min=1, help=f"Requests of w2, w3 and w4; {CHAT_REQUESTS} if not given.", rich_help_panel=_LOAD),
+        typer.Option(min=1, help=f"Requests of w2, w3 and w4; the default is {CHAT_REQUESTS}.", rich_help_panel=_LOAD),
     ] = None
     scale: Annotated[
-        float, typer.Option(help="Multiplies every length; less than 1 fits a small model.", rich_help_panel=_LOAD)
+        float, typer.Option(help="Multiply every length by this; less than 1 for small models.", rich_help_panel=_LOAD)
     ] = 1.0
-    seed: Annotated[int, typer.Option(help="Decides lengths, tokens and arrivals.", rich_help_panel=_LOAD)] = (
+    seed: Annotated[int, typer.Option(help="The seed of lengths, tokens and arrivals.", rich_help_panel=_LOAD)] = (
         DEFAULT_SEED
     )
     salt: Annotated[
         int,
         typer.Option(
-            help="Another one changes the tokens and nothing else: an earlier run's are in the prefix cache.",
+            help="Another salt changes only the tokens, so that the prefix cache of an earlier run does not help.",
             rich_help_panel=_LOAD,
         ),
     ] = 0
     no_sharing: Annotated[
         bool,
-        typer.Option("--no-sharing", help="w3: every request has a system prompt of its own.", rich_help_panel=_LOAD),
+        typer.Option("--no-sharing", help="w3: give every request its own system prompt.", rich_help_panel=_LOAD),
     ] = False
     batch: Annotated[
         list[int] | None,
         typer.Option(
-            min=1, help=f"w5: requests at once; may be given again; else {_listed(FIXED_BATCHES)}.",
+            min=1, help=f"w5: requests at once; may be given again; the default is {_listed(FIXED_BATCHES)}.",
             rich_help_panel=_LOAD,
         ),
     ] = None  # fmt: skip
     context: Annotated[
         list[int] | None,
         typer.Option(
-            min=1, help=f"w5: tokens of a prompt; may be given again; else {_listed(FIXED_CONTEXTS)}.",
+            min=1, help=f"w5: tokens of a prompt; may be given again; the default is {_listed(FIXED_CONTEXTS)}.",
             rich_help_panel=_LOAD,
         ),
     ] = None  # fmt: skip
 
     def options(self, vocab_size: int) -> LoadOptions:
-        """What the workloads are made from.
+        """Return the options of the workloads.
 
         Raises:
             UsageError: the scale is not above 0.
@@ -136,11 +136,11 @@ class LoadFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficFlags:
-    """When it is asked."""
+    """The arrival of requests."""
 
     request_rate: Annotated[
         float | None,
-        typer.Option(help="w2, w3: requests a second; all at once if not given.", rich_help_panel=_TRAFFIC),
+        typer.Option(help="w2, w3: requests per second; the default sends all at once.", rich_help_panel=_TRAFFIC),
     ] = None
     burstiness: Annotated[
         float | None,
@@ -149,56 +149,54 @@ class TrafficFlags:
         ),
     ] = None
     max_concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Most requests under way at once.", rich_help_panel=_TRAFFIC)
+        int | None, typer.Option(min=1, help="Most requests at once.", rich_help_panel=_TRAFFIC)
     ] = None
     load: Annotated[
         list[float] | None,
         typer.Option(
-            help=f"w4: share of the capacity; may be given again; else {_listed(POISSON_LOADS)}.",
+            help=f"w4: share of the capacity; may be given again; the default is {_listed(POISSON_LOADS)}.",
             rich_help_panel=_TRAFFIC,
         ),
     ] = None
     capacity: Annotated[
         float | None,
         typer.Option(
-            help="w4: requests a second that the service answers; else w2 is run first to see.",
+            help="w4: the service's requests per second; the default runs w2 first to measure it.",
             rich_help_panel=_TRAFFIC,
         ),
     ] = None
 
     def check(self) -> None:
-        """Raises:
-        UsageError: a rate is not above 0, or a flag does nothing without another one.
-        """
+        """Raise UsageError for a rate that is not above 0."""
         for name in ("request_rate", "burstiness", "capacity"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise UsageError(f"{name}: must be above 0, not {value:g}")
         if any(not 0 < share < math.inf for share in self.load or ()):
-            raise UsageError("load: a share of the capacity is above 0")
+            raise UsageError("load: must be above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportFlags:
-    """What is told of it."""
+    """The report."""
 
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write all figures there, as JSON.")
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write all figures to this file, as JSON.")
     ] = None
     goodput: Annotated[
         list[str] | None,
         typer.Option(
             metavar="METRIC:MS",
-            help="Count requests that keep to it, such as ttft:500, tpot:50 or e2el:9000; may be given again.",
+            help="Count requests within this limit, such as ttft:500, tpot:50 or e2el:9000; may be given again.",
             rich_help_panel=_MEASURES,
         ),
     ] = None
 
     def checked(self) -> Goodput:
-        """What a request must keep to in order to be counted.
+        """Return the limits for requests that count.
 
         Raises:
-            UsageError: it cannot be read, or `out` could not be written.
+            UsageError: a limit cannot be parsed, or the folder of `out` does not exist.
         """
         try:
             goodput = Goodput.parse(self.goodput or ())
@@ -211,23 +209,25 @@ class ReportFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrivateFlags:
-    """What only a model in this process is asked for."""
+    """The options of a model in this process."""
 
     n_parallel: Annotated[
         int | None,
-        typer.Option(min=1, help=f"Sequences that a private service decodes at once; {DEFAULT_PARALLEL} if not given."),
+        typer.Option(
+            min=1, help=f"Sequences that a private service decodes at once; the default is {DEFAULT_PARALLEL}."
+        ),
     ] = None
     floor: Annotated[
         bool,
         typer.Option(
-            "--floor", help="w5, private service: time the kernels alone first, as 100 %.", rich_help_panel=_MEASURES
+            "--floor", help="w5, private service: measure the kernels alone first, as 100 %.", rich_help_panel=_MEASURES
         ),
     ] = False
     return_context_logits: Annotated[
         bool,
         typer.Option(
             "--return-context-logits",
-            help="Through the batch manager in this process: responses bring the prompt's logits.",
+            help="Use the batch manager in this process, and return the logits of prompts.",
             rich_help_panel=_MEASURES,
         ),
     ] = False
@@ -235,34 +235,34 @@ class PrivateFlags:
         bool,
         typer.Option(
             "--return-generation-logits",
-            help="Through the batch manager in this process: responses bring the logits of generated tokens.",
+            help="Use the batch manager in this process, and return the logits of generated tokens.",
             rich_help_panel=_MEASURES,
         ),
     ] = False
 
     @property
     def logits(self) -> dict[str, bool]:
-        """The batch manager's options for the logits asked for; empty if there are none."""
-        wanted = {
+        """The batch manager's options for logits; empty if no logits are returned."""
+        options = {
             "gather_context_logits": self.return_context_logits,
             "gather_generation_logits": self.return_generation_logits,
         }
-        return {name: True for name, value in wanted.items() if value}
+        return {name: True for name, value in options.items() if value}
 
 
 def case_options(load: LoadFlags, traffic: TrafficFlags, private: PrivateFlags) -> CaseOptions:
-    """What sets the workload's cases apart.
+    """Return the options of the workload's cases.
 
     Raises:
-        UsageError: a flag that this workload does not read, or a value out of its range.
+        UsageError: the workload does not read a flag, or a value is out of its range.
     """
     for name, value in (asdict(load) | asdict(traffic) | asdict(private)).items():
         readers = _READ_BY.get(name, tuple(Workload))
         if value not in (None, False) and load.workload not in readers:
-            raise UsageError(f"{name}: {load.workload} does not read it, only {' and '.join(readers)}")
+            raise UsageError(f"{name}: {load.workload} has no such flag; {' and '.join(readers)} has")
     traffic.check()
     if traffic.burstiness is not None and traffic.request_rate is None and load.workload is not Workload.W4:
-        raise UsageError("burstiness: without a request_rate all requests are sent at once")
+        raise UsageError("burstiness: needs --request-rate; without it all requests are sent at once")
     return CaseOptions(
         request_rate=traffic.request_rate or math.inf,
         sharing=not load.no_sharing,
@@ -278,10 +278,10 @@ _NOT_THE_BATCH_MANAGERS = ("runner", "quantize", "n_threads", "n_ctx")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where the flags lead to.
+    """The service under test.
 
     Raises:
-        UsageError: flags that only a private service reads, or that the batch manager does not.
+        UsageError: a flag is only for a private service, or not for the batch manager.
     """
 
     connection: ConnectionFlags
@@ -296,13 +296,13 @@ class Target:
 
     @asynccontextmanager
     async def open(self, loads: Sequence[ScriptedLoad]) -> AsyncIterator[tuple[Streams, dict[str, Any]]]:
-        """A client, and what is known of the model.
+        """Open a client; yield it with the description of the model.
 
         Args:
-            loads: what a private service needs room for.
+            loads: the loads that must fit into a private service's KV pool.
 
         Raises:
-            GenbatchError, ModelError, OptionError: as the client or the service raises.
+            GenbatchError, ModelError, OptionError: the client or the service fails.
         """
         if self.private.logits:
             async with self._open_batch_manager(loads) as opened:
@@ -313,7 +313,7 @@ class Target:
             yield client, msgspec.to_builtins((await client.models())[0])
 
     async def floors(self, cases: Sequence[Case]) -> list[float | None]:
-        """Seconds of each case's step by the kernels alone; None where it is not asked for."""
+        """Return the seconds of each case's step in the kernels alone; None without --floor."""
         if not self.private.floor:
             return [None for _ in cases]
         with LoadingBars() as bars:
@@ -321,7 +321,7 @@ class Target:
             return await trio.to_thread.run_sync(self._measure_floors, cases, abandon_on_cancel=True)
 
     def logits_of(self, client: Streams) -> dict[str, int]:
-        """Logits that came with the last load, in rows and bytes; nothing where none are asked for."""
+        """Return the rows and bytes of the last load's logits; an empty dict if no logits are returned."""
         if not self.private.logits:
             return {}
         from genbatch.clients.bench.in_process import GptManagerClient
@@ -369,7 +369,7 @@ class Target:
             yield client, {"id": model.name, "vocab_size": model.vocab_size, "runner": "batch manager"}
 
     def _roomy(self, loads: Sequence[ScriptedLoad]) -> ModelFlags:
-        """The engine's flags with a KV pool in which no sequence waits for memory, unless its size was given."""
+        """Return the engine's flags with a KV pool for all sequences at once, unless the flags set its size."""
         if "n_ctx" in self.engine.changed():
             return self.engine
         wanted = max(load.positions_of(self._parallel) for load in loads)
@@ -380,14 +380,14 @@ class Target:
     def _refuse_flags_of_a_private_service(self, address: str) -> None:
         for name, value in asdict(self.private).items():
             if value:
-                raise UsageError(f"{name}: only of a model in this process, not of the service at {address}")
+                raise UsageError(f"{name}: only for a model in this process, not for the service at {address}")
 
     def _refuse_flags_beside_logits(self) -> None:
         for name in _NOT_THE_BATCH_MANAGERS:
             if name in self.engine.changed():
-                raise UsageError(f"{name}: logits come from the batch manager, which does not read it")
+                raise UsageError(f"{name}: the batch manager, which returns the logits, has no such option")
         if self.private.floor:
-            raise UsageError("floor: logits come from the batch manager, whose steps have no measured floor")
+            raise UsageError("floor: cannot be measured with the batch manager, which returns the logits")
 
 
 @with_flag_groups
@@ -399,7 +399,7 @@ def bench(
     traffic: TrafficFlags,
     engine: ModelFlags,
 ) -> None:
-    """Measure a running service, or a private one, under a scripted load.
+    """Measure a running or a private service under a scripted load.
 
     Prompts are token ids, every answer has its scripted length, and the seed decides all of it.
 
@@ -435,7 +435,7 @@ class Bench:
     target: Target
 
     async def run(self) -> dict[str, Any]:
-        """Runs every case and returns the report, ready for JSON."""
+        """Run every case, and return the report as plain data."""
         # What room they need does not depend on the vocabulary, which is known once the service is there.
         sizes = cases_of(self.load.workload, self.load.options(FIRST_TOKEN + 1), self.options)
         floors = await self.target.floors(sizes)
@@ -459,7 +459,7 @@ class Bench:
         }
 
     async def _capacity(self, client: Streams, vocab_size: int) -> float:
-        """Requests a second of W4's chat when all come at once; 1 for a workload that does not ask."""
+        """Return the requests per second of W4's chat when all are sent at once; 1 for other workloads."""
         if self.load.workload is not Workload.W4:
             return 1.0
         if self.traffic.capacity is not None:

@@ -1,7 +1,7 @@
-"""`genbatch chat`: a conversation in the terminal, which can survive the program.
+"""`genbatch chat`: a conversation in the terminal, which can be kept in a file.
 
-A SessionFile has its turns as JSON in the first line; the rest is its KV as `Context.seq_save` gives it (safetensors),
-where the service is this program's own, so that it goes on at once. Nothing in it is executed.
+A SessionFile has the turns as JSON in the first line. If the service is private, the rest of the file is the KV in the
+format of `Context.seq_save` (safetensors), so that the conversation continues at once. No part of it is executed.
 """
 
 import fcntl
@@ -37,7 +37,7 @@ MAX_HEAD_BYTES = 64 * 2**20
 
 
 class SessionFileError(ClientError):
-    """The file is no session, or cannot be read or written."""
+    """The file is not a session, or cannot be read or written."""
 
 
 class _Head(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,13 +49,13 @@ class _Head(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True):
-    """What was said.
+    """A conversation.
 
     Args:
         system: the system prompt.
-        turns: without it.
-        state: the KV of their beginning; empty where there is none.
-        is_damaged: whether there was a state that is not what was written.
+        turns: the other messages.
+        state: the KV of the beginning of the turns; may be empty.
+        is_damaged: whether the file's state is damaged.
     """
 
     system: str | None = None
@@ -65,20 +65,20 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionFile:
-    """One conversation's file, readable by its owner only."""
+    """The file of a conversation; only its owner can read it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def read(self) -> Session:
-        """What is in the file; nothing if there is none yet.
+        """Return the conversation in the file; an empty one if the file does not exist.
 
         Raises:
-            SessionFileError: it is not a session, so it is not to be written over either.
+            SessionFileError: the file is not a session, so it must not be overwritten.
         """
         try:
             with self.path.open("rb") as file:
-                check_ours(self.path)  # its KV may say anything of what the model was told
+                check_ours(self.path)  # a forged KV could claim other messages
                 line = file.readline(MAX_HEAD_BYTES)
                 head = msgspec.json.decode(line, type=_Head)
                 if head.format != FORMAT:
@@ -97,10 +97,10 @@ class SessionFile:
         return Session(system=head.system, turns=head.turns, state=state if intact else b"", is_damaged=not intact)
 
     def write(self, session: Session) -> None:
-        """Replaces the file as a whole: a program that is killed meanwhile leaves the old one or the new one.
+        """Replace the whole file; a kill meanwhile leaves the old or the new file.
 
         Raises:
-            SessionFileError: it cannot be written.
+            SessionFileError: the file cannot be written.
         """
         head = _Head(
             format=FORMAT,
@@ -110,7 +110,7 @@ class SessionFile:
             state_sha256=hashlib.sha256(session.state).hexdigest(),
         )
         try:
-            # Made with mode 0600; in the same folder, so that replacing is one step.
+            # Its mode is 0600. It is in the same folder, so that replacing is one step.
             descriptor, name = tempfile.mkstemp(prefix=f".{self.path.name}.", dir=self.path.parent)
         except OSError as error:
             raise SessionFileError(f"{self.path} cannot be written: {error.strerror}") from error
@@ -130,7 +130,7 @@ class SessionFile:
             raise
 
     def _remove_unfinished(self) -> None:
-        """Removes what a killed program has left beside the file; one that still writes has a lock on its own."""
+        """Remove the unfinished files of killed programs; a program that still writes has locked its file."""
         for path in self.path.parent.glob(f".{glob.escape(self.path.name)}.????????"):
             with suppress(OSError), path.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -139,7 +139,7 @@ class SessionFile:
 
 @runtime_checkable
 class KeepsState(Protocol):
-    """A client whose service gives KV away and takes it back."""
+    """A client that can save and load KV."""
 
     async def save_session(self, messages: Sequence[MessageLike], *, tenant: str = "") -> bytes: ...
 
@@ -147,12 +147,12 @@ class KeepsState(Protocol):
 
 
 class ConversationStore:
-    """What is not worth failing for is told on standard error: without its KV a conversation goes on all the same.
+    """Keeps a conversation and its KV in a file. Faults of the KV are warnings, since the KV only saves time.
 
     Args:
-        file: where.
-        saved: what is in it.
-        client: who answers; only one that KeepsState saves evaluating the conversation again.
+        file: the file.
+        saved: the conversation in the file.
+        client: answers; only a client that KeepsState need not evaluate the conversation again.
     """
 
     def __init__(self, file: SessionFile, saved: Session, client: object) -> None:
@@ -162,17 +162,17 @@ class ConversationStore:
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
 
     async def resume(self) -> None:
-        """Gives the service the KV back, and says what there is."""
+        """Load the KV into the service, and print the state of the session."""
         if self._client is None:
-            self._tell("The service is not this program's own: the session keeps what was said, and no KV.")
+            self._tell("The service is not private, so the session keeps the messages without their KV.")
         if not self.saved.turns:
             return
         length = await self._load()
-        known = f", of which {length} tokens are evaluated already" if length else ""
-        self._tell(f"{self._file.path}: going on after {len(self.saved.turns)} turns{known}.")
+        known = f", of which {length} tokens are already evaluated" if length else ""
+        self._tell(f"{self._file.path}: continuing after {len(self.saved.turns)} turns{known}.")
 
     def keep(self, system: str | None, turns: Sequence[Message]) -> None:
-        """Writes what was said, for the case that the program does not come to its end.
+        """Write the turns, in case the program is killed later.
 
         Raises:
             SessionFileError: as `SessionFile.write`.
@@ -180,7 +180,7 @@ class ConversationStore:
         self._file.write(Session(system=system, turns=list(turns)))
 
     async def close(self, system: str | None, turns: Sequence[Message]) -> None:
-        """Writes what was said, and its KV.
+        """Write the turns and their KV.
 
         Raises:
             SessionFileError: as `SessionFile.write`.
@@ -191,13 +191,13 @@ class ConversationStore:
             try:
                 state = await self._client.save_session([*told, *turns])
             except GenbatchError as error:
-                self._warn(f"its KV is not kept: {error}")
+                self._warn(f"the KV is not kept: {error}")
         self._file.write(Session(system=system, turns=list(turns), state=state))
 
     async def _load(self) -> int:
-        """Positions that the service took over."""
+        """Load the KV, and return the number of its positions."""
         if self.saved.is_damaged:
-            self._warn("its KV is damaged; the conversation is evaluated again")
+            self._warn("the KV is damaged; the conversation is evaluated again")
         if self._client is None or not self.saved.state:
             return 0
         try:
@@ -230,7 +230,7 @@ def chat(
     session: Annotated[
         Path | None,
         typer.Option(
-            "--session", metavar="FILE", dir_okay=False, help="Keep the conversation here, and go on with it."
+            "--session", metavar="FILE", dir_okay=False, help="Keep the conversation in this file, and continue it."
         ),
     ] = None,
     connection: ConnectionFlags,
@@ -271,7 +271,7 @@ def chat(
 
 
 async def _tell_models_own(client: Client, context: typer.Context) -> None:
-    """Tells how the model's makers say to draw, where no flag says otherwise, so that nobody wonders."""
+    """Print the sampling parameters in the model's files, unless flags set them."""
     cards = await client.models()  # none, while a fleet has no replica
     own = {name: value for card in cards[:1] for name, value in card.sampling.items() if not is_given(context, name)}
     if own and sys.stdin.isatty():
@@ -280,7 +280,7 @@ async def _tell_models_own(client: Client, context: typer.Context) -> None:
 
 
 class Conversation:
-    """Turns of a person and a model; each answer is given all the turns before it.
+    """Turns of a person and a model; each answer follows all turns before it.
 
     Args:
         client: who answers.
@@ -307,7 +307,7 @@ class Conversation:
         self._to_terminal = sys.stdout.isatty()
 
     async def run(self) -> None:
-        """Asks and answers until the input ends."""
+        """Read and answer until the input ends."""
         if self._store is not None:
             await self._store.resume()
         if self._is_terminal:
@@ -342,7 +342,7 @@ class Conversation:
             self._store.keep(self._system, self._turns)
 
     async def _inputs(self) -> AsyncIterator[str]:
-        """What the person enters, until the end of it; read on a thread, since reading blocks."""
+        """Yield the lines of input; a thread reads them, since reading blocks."""
         while True:
             try:
                 line = await trio.to_thread.run_sync(_read_line, self._is_terminal, abandon_on_cancel=True)
@@ -355,7 +355,7 @@ class Conversation:
             yield line.strip()
 
     async def _answer(self, text: str) -> None:
-        """Streams one answer; what was said of a cancelled one stays part of the conversation."""
+        """Stream an answer; the text of a cancelled answer stays in the conversation."""
         asked = [*self._turns, Message(role="user", content=text)]
         told = [] if self._system is None else [Message(role="system", content=self._system)]
         said: list[str] = []
@@ -396,7 +396,7 @@ class Conversation:
             if self._answering is not None:
                 self._answering.cancel()
             elif self._is_terminal:
-                # The thread goes on reading: show again what it has.
+                # The thread continues reading, so show its line again.
                 sys.stdout.write(f"\n{_HINT}\n{_PROMPT}{_entered()}")
                 sys.stdout.flush()
 
@@ -413,7 +413,7 @@ def _read_line(is_terminal: bool) -> str:
 
 
 def _entered() -> str:
-    """What stands in the line being edited."""
+    """Return the text of the line that is being edited."""
     try:
         import readline
     except ImportError:
@@ -423,7 +423,7 @@ def _entered() -> str:
 
 @contextmanager
 def _terminal_restored() -> Iterator[None]:
-    """Puts the terminal back as it was: a thread still reading a line would leave it without echo."""
+    """Restore the terminal's settings, since a thread that still reads a line leaves it without echo."""
     if not sys.stdin.isatty():
         yield
         return

@@ -1,4 +1,4 @@
-"""What every command has: groups of flags, a run to its end, text that is safe to print.
+"""The shared parts of all commands: groups of flags, running a command, and printing text safely.
 
     @dataclass
     class Sampling:
@@ -9,9 +9,9 @@
     def generate(prompt: str, *, sampling: Sampling) -> None:
         run_command(partial(show_answer, prompt, sampling))
 
-typer sees `generate(prompt, *, temperature)`; the function gets a `Sampling`. Signals cancel a command, errors become
+typer sees `generate(prompt, *, temperature)`; the function gets a `Sampling`. Signals cancel a command. Errors become
 one line and an exit code: 0 is success, 1 a failure, 2 the caller's mistake, 128 + n the end by signal n. A terminal
-obeys control characters, and a model may be talked into them: `terminal_text` takes them out.
+obeys control characters, and a prompt may make a model print some: `printable` removes them.
 """
 
 import os
@@ -38,7 +38,7 @@ from genbatch.proto.errors import GenbatchError, InvalidRequest, ModelNotFound, 
 
 
 def with_flag_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """`command` with each parameter that is a group of flags replaced by one keyword parameter per flag."""
+    """Return `command` with a keyword parameter for each flag, in place of its groups of flags."""
     groups: dict[str, tuple[type[Any], list[str]]] = {}
     parameters: list[Parameter] = []
     for parameter in signature(command).parameters.values():
@@ -62,7 +62,7 @@ def with_flag_groups(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _flags(group: Any) -> list[Parameter] | None:
-    """The flags of a dataclass's fields or of a service's options; None for what is no group."""
+    """Return the flags of a dataclass's fields or of a service's options; None for another type."""
     if not isinstance(group, type):
         return None
     if issubclass(group, OptionFlags):
@@ -81,12 +81,12 @@ def _flags(group: Any) -> list[Parameter] | None:
     ]
 
 
-# C0 but tab and newline, DEL, C1; and what reorders or hides other text.
+# C0 without tab and newline, DEL, C1, and the characters that reorder or hide other text.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 def printable(text: str, *, is_terminal: bool) -> str:
-    """`text` without the characters that a terminal would act on; as it is where it goes to a file or a pipe."""
+    """Return `text` without control characters for a terminal; for a file or a pipe, return it unchanged."""
     return _CONTROL.sub("", text) if is_terminal else text
 
 
@@ -111,11 +111,11 @@ _Command = TypeVar("_Command")
 
 
 class UsageError(Exception):
-    """Flags that contradict one another; the message names them."""
+    """Flags contradict each other; the message names them."""
 
 
 def run_command(command: Callable[[], Awaitable[None]]) -> None:
-    """Runs `command` on trio; a signal cancels it.
+    """Run `command` on trio; a signal cancels it.
 
     Raises:
         typer.Exit: with the exit code, unless it is 0.
@@ -128,7 +128,7 @@ def run_command(command: Callable[[], Awaitable[None]]) -> None:
 
 
 def run_service(command: Callable[[trio.Event], Awaitable[None]]) -> None:
-    """Runs on trio what ends by a signal: the first sets the event, and is success; the second ends the process.
+    """Run a service on trio: the first signal sets its event, and is success; the second signal ends the process.
 
     Raises:
         typer.Exit: with the exit code, unless it is 0.
@@ -157,9 +157,9 @@ def _exit(code: int, run: "_Run") -> None:
 
 
 def report(error: BaseException) -> int:
-    """Prints an expected error as one line and returns the exit code; raises any other one."""
+    """Print an expected error as one line, and return the exit code; raise any other error."""
     error = _root(error)
-    if isinstance(error, KeyboardInterrupt):  # before the signals had a receiver
+    if isinstance(error, KeyboardInterrupt):  # before signals were received
         return 128 + signal.SIGINT
     if not isinstance(error, (*_EXPECTED, UsageError)):
         raise error
@@ -168,17 +168,17 @@ def report(error: BaseException) -> int:
 
 
 def print_error(error: BaseException, advice: str = "") -> None:
-    """One red line on standard error; `advice` says what a person may do."""
-    from rich.console import Console  # here, as what draws takes its time to import, and most commands end without
+    """Print an error as a red line on standard error, with advice for the user."""
+    from rich.console import Console  # imported late, since it is slow and most commands print no error
     from rich.text import Text
 
     console = Console(stderr=True, soft_wrap=True)
-    told = " ".join(str(error).split())
-    console.print(Text(f"error: {told}; {advice}" if advice else f"error: {told}", style="bold red"))
+    line = " ".join(f"error: {error}".split())
+    console.print(Text(f"{line}; {advice}" if advice else line, style="bold red"))
 
 
 def _root(error: BaseException) -> BaseException:
-    """What went wrong first: out of groups of exceptions, and behind a child that did not start."""
+    """Return the first cause: an exception of a group, or the cause of a child's failed start."""
     while True:
         if isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
@@ -189,14 +189,14 @@ def _root(error: BaseException) -> BaseException:
 
 
 class _Run:
-    """One run of a command, and what is known of its end."""
+    """One run of a command."""
 
     def __init__(self) -> None:
         self.caught: signal.Signals | None = None
         self.left_threads = False
 
     async def until_signalled(self, command: Callable[[], Awaitable[None]]) -> None:
-        """Runs `command` until it ends or a signal cancels it."""
+        """Run `command` until it ends or a signal cancels it."""
         try:
             with trio.open_signal_receiver(*_SIGNALS) as signals:
                 async with trio.open_nursery() as nursery:
@@ -208,7 +208,7 @@ class _Run:
             self.left_threads = trio.to_thread.current_default_thread_limiter().borrowed_tokens > 0
 
     async def until_stopped(self, command: Callable[[trio.Event], Awaitable[None]]) -> None:
-        """Runs `command` until it ends, told of the first signal."""
+        """Run `command` until it ends; the first signal sets its event."""
         try:
             with trio.open_signal_receiver(*_SIGNALS) as signals:
                 async with trio.open_nursery() as nursery:
@@ -222,7 +222,7 @@ class _Run:
     async def _stop_on_signal(self, signals: AsyncIterator[int], stopping: trio.Event) -> None:
         async for number in signals:
             if stopping.is_set():
-                # Whoever asks twice does not want to wait for anything. Processes of ours end with this one.
+                # The second signal means: do not wait. The service's other processes end with this one.
                 os._exit(128 + number)
             stopping.set()
 

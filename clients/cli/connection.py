@@ -1,8 +1,8 @@
-"""The client that a command works with: of a service at an address, or of a private one in this process.
+"""The client of a command: for a service at an address, or for a private service in this process.
 
-LoadingBars are what a person sees while a model is fetched, converted and loaded.
+LoadingBars show the progress of downloading, converting and loading a model.
 
-A PickedModel is the client of a service that has several models, all of whose requests name one of them.
+A PickedModel is a client with a default model, for a service of several models.
 """
 
 from collections.abc import AsyncIterator
@@ -35,11 +35,11 @@ AnyRequest = TypeVar("AnyRequest", bound=msgspec.Struct)
 
 
 class PickedModel(Client):
-    """A `Client`: requests that name no model name this one. All else is the client's own.
+    """A `Client` that sets its model in requests without one.
 
     Args:
-        client: asks.
-        model: a name that the service lists.
+        client: sends the requests.
+        model: the name of a model of the service.
     """
 
     def __init__(self, client: Client, model: str) -> None:
@@ -77,11 +77,11 @@ _MEGABYTE = 1_000_000
 class LoadingBars:
     """A context manager that is called as progress(stage, done, total), on any thread.
 
-    Bars on a terminal, gone once the model is there; elsewhere one line as each stage begins.
+    On a terminal it shows bars until the model is loaded. Otherwise it prints a line at the beginning of each stage.
     """
 
     def __init__(self) -> None:
-        from rich.console import Console  # here, as most commands ask a service and draw nothing
+        from rich.console import Console  # imported late, since most commands show no bars
         from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
         console = Console(stderr=True)
@@ -124,7 +124,7 @@ class LoadingBars:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddressFlags:
-    """Where a service is, and how to be let in."""
+    """The address of a service, and the keys or the token for it."""
 
     connect: Annotated[
         str | None,
@@ -132,33 +132,33 @@ class AddressFlags:
             "--connect",
             "-c",
             metavar="ADDRESS",
-            help="A service, ipc://, tcp://, unix:// or rpc://; if not given, the one that `genbatch serve` runs here.",
+            help="The service: ipc://, tcp://, unix:// or rpc://. The default is this machine's `genbatch serve`.",
         ),
     ] = None
     client_key: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="This client's keys, for a service that asks for them (`genbatch keys`)."),
+        typer.Option(metavar="FILE", help="This client's keys, for a service that requires them (`genbatch keys`)."),
     ] = None
     server_key: Annotated[
         str | None,
-        typer.Option(metavar="KEY", help="The service's public key, or its file, if the client's file has it not."),
+        typer.Option(metavar="KEY", help="The service's public key or its file, if the client's file lacks it."),
     ] = None
     token: Annotated[
         str | None,
         typer.Option(
             envvar="GENBATCH_TOKEN",
-            help="For a service at unix:// or rpc:// that asks for one (`genbatch keys token`).",
+            help="The token for a service at unix:// or rpc:// that requires one (`genbatch keys token`).",
         ),
     ] = None
     tls_ca: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="rpc:// is encrypted, and this is the certificate to trust."),
+        typer.Option(metavar="FILE", help="Use TLS at rpc://, and trust this certificate."),
     ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionFlags(AddressFlags):
-    """Where the service is, or which model a private one loads."""
+    """The address of a service, or the model of a private service."""
 
     model: Annotated[
         str | None,
@@ -166,8 +166,8 @@ class ConnectionFlags(AddressFlags):
             "--model",
             "-m",
             metavar="MODEL",
-            help="Start a private service of this model: a name, a Hugging Face directory or id, or a .gguf file; "
-            f"{DEFAULT_MODEL} where none is running. With --connect, one of the models that the service has.",
+            help="Start a private service of this model: a name, a Hugging Face directory or id, or a .gguf file. "
+            f"The default without a running service is {DEFAULT_MODEL}. With --connect, a model of that service.",
         ),
     ] = None
 
@@ -181,15 +181,15 @@ class ConnectionFlags(AddressFlags):
 async def open_client(
     connection: ConnectionFlags, engine: ModelFlags, *, n_parallel: int = 1, finds_running: bool = False
 ) -> AsyncIterator[Client]:
-    """A client for as long as the body runs; progress of a private service's start goes to standard error.
+    """Open a client; the progress of a private service's start goes to standard error.
 
     Args:
-        n_parallel: of a private service.
-        finds_running: whether the service that runs at the default address is taken, where no flag says otherwise.
+        n_parallel: the option of a private service.
+        finds_running: whether to use the service at the default address, if there is one and no flag excludes it.
 
     Raises:
-        UsageError: an address, and flags that only a private service reads.
-        GenbatchError, ModelError, OptionError: as the client or the service raises.
+        UsageError: the flags have an address, and options of a private service.
+        GenbatchError, ModelError, OptionError: the client or the service fails.
     """
     async with AsyncExitStack() as stack:
         if connection.connect is not None:
@@ -198,21 +198,21 @@ async def open_client(
             yield client if connection.model is None else cast(Client, PickedModel(client, connection.model))
             return
         if connection.tls_ca is not None:
-            raise UsageError("tls_ca: a private service asks for none; say where the service is (--connect)")
+            raise UsageError("tls_ca: a private service uses none; name the service with --connect")
         wants_private = bool(_flags_of_a_private_service(connection, engine))
         if finds_running and not wants_private and (address := running_service()) is not None:
-            _console().print(f"asking the service at {address} (--model MODEL starts a private one)", style="dim")
+            _console().print(f"using the service at {address} (--model MODEL starts a private one)", style="dim")
             yield await stack.enter_async_context(remote_client(address, connection))
             return
         if connection.client_key is not None or connection.server_key is not None:
-            raise UsageError("client_key: a private service asks for none; say where the service is (--connect)")
+            raise UsageError("client_key: a private service uses none; name the service with --connect")
         options = engine.options(connection.private_model)
         check_source(options.model_path)
         with LoadingBars() as bars:
             await import_engine(bars)
             from genbatch.clients.in_process import open_batcher
 
-            # All callers are ours: there is nobody to wait for.
+            # Only this command sends requests, so a step need not wait for others.
             batcher = open_batcher(
                 connection.private_model, **engine.values, n_parallel=n_parallel, batch_timeout=0.0, progress=bars
             )
@@ -221,11 +221,10 @@ async def open_client(
 
 
 def default_service() -> str:
-    """Where `genbatch serve` listens without --bind: what a variable or the file of options says, else the user's own
-    socket.
+    """Return the address of `genbatch serve` without --bind: a variable's, the file's, or the user's own socket.
 
     Raises:
-        OptionError: one of them is faulty; it says where.
+        OptionError: a variable or the file has a fault.
     """
     from genbatch.clients.cli.settings import read_settings
 
@@ -234,26 +233,26 @@ def default_service() -> str:
 
 
 def running_service() -> str | None:
-    """The default address, if somebody listens there."""
+    """Return the default address if a service listens there."""
     address = default_service()
     return address if _is_there(address) else None
 
 
 def address_of(flags: AddressFlags) -> str:
-    """The service that a command is to ask, where a private one would have nothing to tell.
+    """Return the address of the service for a command that needs a running service.
 
     Raises:
-        UsageError: nobody listens there.
+        UsageError: no service listens there.
     """
     address = flags.connect or default_service()
     if not _is_there(address):
-        where = "" if flags.connect else "; start it with `genbatch serve`, or say where it is with --connect ADDRESS"
+        where = "" if flags.connect else "; start it with `genbatch serve`, or name its address with --connect ADDRESS"
         raise UsageError(f"no service is running at {address}{where}")
     return address
 
 
 def _is_there(address: str) -> bool:
-    """Whether somebody listens at the file of an address; of another address that is not known yet."""
+    """Return whether a service listens at the file of an address; assume so for other addresses."""
     transport, _, rest = address.partition("://")
     if transport not in ("ipc", "unix"):
         return True
@@ -261,44 +260,44 @@ def _is_there(address: str) -> bool:
 
 
 def remote_client(address: str, flags: AddressFlags) -> "RemoteClient":
-    """The client that speaks what the address says: ipc:// and tcp:// are ZeroMQ, unix:// and rpc:// msgpack-RPC.
+    """Return a client for the address: ZeroMQ for ipc:// and tcp://, msgpack-RPC for unix:// and rpc://.
 
     Raises:
-        UsageError: flags that do not go with such an address.
+        UsageError: a flag does not apply to such an address.
     """
     if address.startswith(("unix://", "rpc://")):
         from genbatch.actors.security.key_files import client_context
         from genbatch.clients.remote import RPCClient
 
         if flags.client_key is not None:
-            raise UsageError("client_key: keys are for ZeroMQ; a service at this address asks for a token (--token)")
+            raise UsageError("client_key: keys are for ZeroMQ; a service at this address uses tokens (--token)")
         encrypts = flags.tls_ca is not None
         tls = client_context(Path(flags.tls_ca or "")) if encrypts else None
         return RPCClient(address, token=flags.token, tls=tls)
     from genbatch.clients.remote import ZeroMQClient
 
     if flags.tls_ca is not None:
-        raise UsageError("tls_ca: TLS is for msgpack-RPC; a service at this address has keys (--client-key)")
+        raise UsageError("tls_ca: TLS is for msgpack-RPC; a service at this address uses keys (--client-key)")
     if flags.server_key is not None and flags.client_key is None:
-        raise UsageError("server_key: a service that has keys asks for the client's too (--client-key FILE)")
+        raise UsageError("server_key: a service with keys requires the client's keys, too (--client-key FILE)")
     return ZeroMQClient(address, client_key=flags.client_key, server_key=flags.server_key)
 
 
 async def import_engine(bars: LoadingBars) -> None:
-    """Imports torch and transformers on a thread: seconds, in which the bars move and Ctrl-C is heard."""
+    """Import torch and transformers on a thread, so that bars move and Ctrl-C works meanwhile."""
     bars("start", 0, 0)
     await trio.to_thread.run_sync(import_module, "genbatch.actors.service.service", abandon_on_cancel=True)
 
 
 def _flags_of_a_private_service(connection: ConnectionFlags, engine: ModelFlags) -> list[str]:
-    """Those that were given."""
+    """Return the flags of a private service that are set."""
     given = engine.changed()
     return given if connection.model is None else ["model", *given]
 
 
 def _refuse_flags_of_a_private_service(connection: ConnectionFlags, engine: ModelFlags) -> None:
     if given := engine.changed():
-        raise UsageError(f"{given[0]}: the service at {connection.connect} has its own; give it to `genbatch serve`")
+        raise UsageError(f"{given[0]}: the service at {connection.connect} has its own; set it at `genbatch serve`")
 
 
 def _console() -> "Console":

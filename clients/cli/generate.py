@@ -1,6 +1,6 @@
-"""`genbatch generate`: one prompt, one answer, streamed; and the flags that say how an answer is drawn.
+"""`genbatch generate`: stream the answer to one prompt. `genbatch embed`: print the vectors of texts.
 
-`genbatch embed`, beside it, gives what texts mean, as vectors.
+The flags of the sampling parameters are here, too.
 """
 
 import math
@@ -27,7 +27,7 @@ _SAMPLING = "Sampling (None: the flag is not given)"
 _SHAPE = "Shape of the answer"
 
 
-# How much one request may ask for is the operator's to say.
+# The limits of a request are the operator's, and the service checks them.
 _ANY = RequestLimits(
     max_stop=sys.maxsize, max_stop_length=sys.maxsize, max_grammar_bytes=sys.maxsize, max_deadline_s=math.inf
 )
@@ -35,13 +35,13 @@ _ANY = RequestLimits(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptFlags:
-    """How the prompt is put to the model."""
+    """The form of the prompt."""
 
     system: Annotated[str | None, typer.Option("--system", "-s", metavar="TEXT", help="The system prompt.")] = None
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")] = False
 
     def of(self, text: str) -> tuple[str | None, list[dict[str, str]] | None]:
-        """The `prompt` and the `messages` to send; one of them is None.
+        """Return the `prompt` and the `messages` to send; one of them is None.
 
         Raises:
             UsageError: a raw prompt with a system prompt.
@@ -58,7 +58,7 @@ _DRAWING = ("max_tokens", *SAMPLING_RANGES, "seed", "stop", "min_tokens", "ignor
 
 
 class SamplingFlags(OptionFlags):
-    """Parameters of a GenerateRequest, under their own names and with what its "Args:" say."""
+    """The parameters of a GenerateRequest, with their names and the texts of its "Args:"."""
 
     @classmethod
     def parameters(cls) -> list[Parameter]:
@@ -77,7 +77,7 @@ class SamplingFlags(OptionFlags):
         return [*flags, *_SHAPE_FLAGS]
 
     def request_params(self) -> GenerateParams:
-        """The parameters of a client's `generate` and `stream`.
+        """Return the parameters of a client's `generate` and `stream`.
 
         Raises:
             typer.BadParameter: a file is not text.
@@ -103,14 +103,14 @@ def _shape_flag(name: str, metavar: str, text: str) -> Parameter:
 
 
 _SHAPE_FLAGS = (
-    _shape_flag("json_schema", "FILE", "Answer in JSON of this schema; a file, or the schema itself."),
-    _shape_flag("grammar", "FILE", "A Lark or GBNF grammar; a file, or the text itself."),
-    _shape_flag("regex", "REGEX", "A regular expression to match."),
+    _shape_flag("json_schema", "FILE", "Answer in JSON of this schema: a file, or the text of the schema."),
+    _shape_flag("grammar", "FILE", "Answer in this Lark or GBNF grammar: a file, or the text of the grammar."),
+    _shape_flag("regex", "REGEX", "Answer in the form of this regular expression."),
 )
 
 
 def check_request(prompt: str | None, messages: list[dict[str, str]] | None, parameters: GenerateParams) -> None:
-    """Tells what is wrong with a request whatever the model, before one is loaded or a service is asked.
+    """Check a request as far as possible without a model.
 
     Raises:
         InvalidRequest: with the name of the parameter at fault.
@@ -123,7 +123,7 @@ def check_request(prompt: str | None, messages: list[dict[str, str]] | None, par
 
 
 def _check_grammar(grammar: Grammar) -> None:
-    """Whether it can be read; without the extra that reads it, the service will tell."""
+    """Check that a grammar can be parsed; without the extra that parses it, the service checks it."""
     try:
         from genbatch.nif.sampling.grammar import why_unreadable
     except ImportError:
@@ -132,28 +132,28 @@ def _check_grammar(grammar: Grammar) -> None:
         raise InvalidRequest(grammar.field, reason)
 
 
-def _text_of(given: str, flag: str, is_text: bool) -> str:
-    """What is in the file that a flag names, or what was given where that is the text itself.
+def _text_of(value: str, flag: str, is_text: bool) -> str:
+    """Return the text of the file that a flag names, or the flag's value if that is the text.
 
     Raises:
         typer.BadParameter: there is no such file, or it is not text.
     """
     if is_text:
-        return given
+        return value
     try:
-        return written_path(given).read_text(encoding="utf-8")
+        return written_path(value).read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise typer.BadParameter(f"{given} is not text in UTF-8", param_hint=flag) from None
+        raise typer.BadParameter(f"{value} is not text in UTF-8", param_hint=flag) from None
     except OSError as error:
-        raise typer.BadParameter(f"{given} cannot be read: {error.strerror}", param_hint=flag) from None
+        raise typer.BadParameter(f"{value} cannot be read: {error.strerror}", param_hint=flag) from None
 
 
 @with_flag_groups
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to ask; - reads standard input.")],
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
     *,
     form: PromptFlags,
-    json: Annotated[bool, typer.Option("--json", help="Print the whole result as JSON, at the end.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON at the end.")] = False,
     connection: ConnectionFlags,
     sampling: SamplingFlags,
     engine: ModelFlags,
@@ -171,13 +171,13 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
 
     async def answer() -> None:
-        given = (*form.of(text), sampling.request_params())
-        check_request(*given)
+        arguments = (*form.of(text), sampling.request_params())
+        check_request(*arguments)
         async with open_client(connection, engine, finds_running=True) as client:
             if json:
-                await _print_json(client, *given)
+                await _print_json(client, *arguments)
             else:
-                await _stream(client, *given)
+                await _stream(client, *arguments)
 
     run_command(answer)
 
@@ -201,14 +201,14 @@ async def _stream(
                 sys.stdout.flush()
                 written = True
         finally:
-            if written:  # what comes next, perhaps an error, starts a line
+            if written:  # the next output, perhaps an error, begins a line
                 sys.stdout.write("\n")
                 sys.stdout.flush()
     _print_summary(stream.result, trio.current_time() - started_at)
 
 
 def _print_summary(result: Result, seconds: float) -> None:
-    """One dim line for a person; nothing where standard error is not a terminal."""
+    """Print a summary on standard error, if that is a terminal."""
     if not sys.stderr.isatty():
         return
     from rich.console import Console
@@ -220,16 +220,16 @@ def _print_summary(result: Result, seconds: float) -> None:
 
 @with_flag_groups
 def embed(
-    texts: Annotated[list[str], typer.Argument(help="The texts; - reads standard input, a text a line.")],
+    texts: Annotated[list[str], typer.Argument(help="The texts; - reads them from standard input, one in each line.")],
     *,
     dimensions: Annotated[
-        int | None, typer.Option(help="Elements of a vector, where the model was trained to have some cut off.")
+        int | None, typer.Option(help="The elements to keep of each vector, for models that are trained for that.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the whole result as one JSON object.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
     connection: ConnectionFlags,
     engine: ModelFlags,
 ) -> None:
-    """Print an embedding for each text: a line of JSON, in their order.
+    """Print an embedding for each text, as lines of JSON in the order of the texts.
 
     Examples:
 
@@ -237,13 +237,13 @@ def embed(
 
       genbatch embed - --connect tcp://127.0.0.1:5555 < texts.txt > vectors.jsonl
     """
-    wanted = sys.stdin.read().splitlines() if texts == ["-"] else texts
+    inputs = sys.stdin.read().splitlines() if texts == ["-"] else texts
 
     async def answer() -> None:
-        if not wanted:
-            raise UsageError("texts: standard input has no line")
+        if not inputs:
+            raise UsageError("texts: standard input is empty")
         async with open_client(connection, engine, n_parallel=8, finds_running=True) as client:
-            found = await client.embed(wanted, dimensions=dimensions)
+            found = await client.embed(inputs, dimensions=dimensions)
         if json:
             sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
             return

@@ -1,6 +1,6 @@
-"""`genbatch pull`, `list` and `rm`: the models of the Hugging Face hub on this machine.
+"""`genbatch pull`, `list` and `rm`: the models in this machine's Hugging Face cache.
 
-They are in the hub client's own cache, where `genbatch serve` and other programs find them.
+`genbatch serve` and other programs use the same cache.
 """
 
 import sys
@@ -23,10 +23,10 @@ _MODELS = Annotated[list[str], typer.Argument(metavar="MODEL...", help="Hugging 
 
 
 def pull(models: _MODELS) -> None:
-    """Download models of the Hugging Face hub, so that they are served without a network.
+    """Download models from the Hugging Face hub, to serve them without a network.
 
-    What was downloaded already is not downloaded again. $HF_TOKEN lets private models be read, $HF_ENDPOINT names
-    another hub, and $HF_HOME another cache.
+    Files in the cache are not downloaded again. $HF_TOKEN gives access to private models, $HF_ENDPOINT names another
+    hub, and $HF_HOME another cache.
 
     Example:
 
@@ -40,7 +40,7 @@ def pull(models: _MODELS) -> None:
             for model in models:
                 await trio.to_thread.run_sync(_pull, model, bars, abandon_on_cancel=True)
         for model in models:
-            typer.echo(f"{model} is here")
+            typer.echo(f"{model} is downloaded")
 
     run_command(run)
 
@@ -48,9 +48,9 @@ def pull(models: _MODELS) -> None:
 def _check_id(model: str) -> None:
     check_source(model)
     if model in NAMED_MODELS or written_path(model).exists():
-        raise UsageError(f"model: {model!r} is on this machine, or comes with a package; pull is for Hugging Face ids")
+        raise UsageError(f"model: {model!r} is on this machine or in a package; pull downloads Hugging Face ids")
     if not hub.HUB_ID.fullmatch(model):
-        raise UsageError(f"model: {model!r} is no Hugging Face id, which is OWNER/NAME")
+        raise UsageError(f"model: {model!r} is not a Hugging Face id (OWNER/NAME)")
 
 
 def _pull(model: str, progress: Callable[[str, int, int], None]) -> None:
@@ -77,24 +77,24 @@ def list_models(
 
 def rm(
     models: _MODELS,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete without a question.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")] = False,
 ) -> None:
-    """Delete models from the Hugging Face cache. A service that has one loaded goes on with it."""
+    """Delete models from the Hugging Face cache. A running service keeps its loaded models."""
 
     async def run() -> None:
         known = {model.name: model for model in hub.cached_models()}
-        wanted = dict.fromkeys(models)
-        for name in wanted:
+        chosen = dict.fromkeys(models)
+        for name in chosen:
             if name not in known:
-                raise ModelError(name, "it is not in the cache; `genbatch list` shows what is")
+                raise ModelError(name, "it is not in the cache; `genbatch list` shows the cache")
         if not yes:
-            total = _size(sum([known[name].num_bytes for name in wanted]))
+            total = _size(sum([known[name].num_bytes for name in chosen]))
             if not sys.stdin.isatty():
-                raise UsageError("rm: say --yes where nobody can be asked")
-            if not typer.confirm(f"Delete {', '.join(wanted)} ({total})?"):
+                raise UsageError("rm: without a terminal, confirm with --yes")
+            if not typer.confirm(f"Delete {', '.join(chosen)} ({total})?"):
                 return
-        hub.delete(wanted)
-        for name in wanted:
+        hub.delete(chosen)
+        for name in chosen:
             typer.echo(f"{name} is deleted")
 
     run_command(run)
@@ -105,7 +105,7 @@ def _size(num_bytes: int) -> str:
 
 
 def _ago(then: float, now: float) -> str:
-    """When it was, in the words of a person."""
+    """Return the time as a phrase, such as "2 days ago"."""
     seconds = now - then
     for name, unit in (("day", 86400.0), ("hour", 3600.0), ("minute", 60.0)):
         count = int(seconds // unit)

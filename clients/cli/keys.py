@@ -1,4 +1,4 @@
-"""`genbatch keys`: who may use a service from other machines."""
+"""`genbatch keys`: keys and tokens for clients on other machines."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -18,28 +18,29 @@ if TYPE_CHECKING:
 
 keys = typer.Typer(
     name="keys",
-    help="Make keys and tokens, so that other machines may use a service.",
+    help="Make keys and tokens for clients on other machines.",
     no_args_is_help=True,
     add_completion=False,
 )
 
 
 def default_directory() -> Path:
-    """Where a user's keys are if nothing else is said.
+    """Return the default folder of a user's keys.
 
     Raises:
         KeyFileError: this user has no home.
     """
     folder = config_folder()
     if folder is None:
-        raise KeyFileError(Path("keys"), "there is no home folder to keep them in; say where (a folder, or --dir)")
+        raise KeyFileError(Path("keys"), "this user has no home folder; name a folder (--dir)")
     return folder / "keys"
 
 
 Directory = Annotated[
-    Path | None, typer.Option("--dir", "-d", metavar="DIR", help="The folder of keys; ~/.config/genbatch/keys.")
+    Path | None,
+    typer.Option("--dir", "-d", metavar="DIR", help="The folder of keys; the default is ~/.config/genbatch/keys."),
 ]
-Name = Annotated[str, typer.Argument(metavar="NAME", help="In whose name its requests are made.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The name of the tenant.")]
 
 
 def _reports_errors(command: Callable[..., None]) -> Callable[..., None]:
@@ -57,7 +58,7 @@ def _reports_errors(command: Callable[..., None]) -> Callable[..., None]:
 @_reports_errors
 def new(
     directory: Annotated[
-        Path | None, typer.Argument(metavar="[DIR]", help="A new folder; ~/.config/genbatch/keys if not given.")
+        Path | None, typer.Argument(metavar="[DIR]", help="A new folder; the default is ~/.config/genbatch/keys.")
     ] = None,
 ) -> None:
     """Make a service's keys.
@@ -80,7 +81,7 @@ def new(
 @keys.command()
 @_reports_errors
 def client(name: Name, directory: Directory = None) -> None:
-    """Make a client's keys and let it in; give it the file that is printed, over a channel you trust."""
+    """Make and authorise a client's keys. Give the printed file to the client over a channel that you trust."""
     path = _store(directory).new_client(name)
     typer.echo(f"client key: {path}")
     typer.echo(f"use it with: --connect tcp://HOST:PORT --client-key {path.name}")
@@ -93,7 +94,7 @@ def authorise(
     public_key: Annotated[str, typer.Argument(metavar="KEY", help="A public key of 40 characters, or its file.")],
     directory: Directory = None,
 ) -> None:
-    """Let a client in that made its keys itself."""
+    """Authorise a client that made its own keys."""
     _store(directory).authorise(name, public_key)
     typer.echo(f"{name} may connect; it needs the server key, {_store(directory).server_key}")
 
@@ -101,7 +102,7 @@ def authorise(
 @keys.command()
 @_reports_errors
 def token(name: Name, directory: Directory = None) -> None:
-    """Make a token for msgpack-RPC and HTTP; it is printed once, only its hash is kept."""
+    """Make a token for msgpack-RPC and HTTP. It is printed once, and only its hash is kept."""
     store = _store(directory)
     typer.echo(store.new_token(name))
     typer.echo(f"serve with: --tokens {store.tokens}", err=True)
@@ -110,15 +111,15 @@ def token(name: Name, directory: Directory = None) -> None:
 @keys.command()
 @_reports_errors
 def revoke(name: Name, directory: Directory = None) -> None:
-    """Take a name's key and token away; a running service turns it away at once."""
+    """Revoke a name's key and token. A running service refuses it at once."""
     _store(directory).revoke(name)
-    typer.echo(f"{name} is let in no longer")
+    typer.echo(f"{name} is revoked")
 
 
 @keys.command(name="list")
 @_reports_errors
 def list_tenants(directory: Directory = None) -> None:
-    """Show who is let in."""
+    """List the names with a key or a token."""
     table = Table(box=None, padding=(0, 2), show_edge=False)
     for heading in ("NAME", "KEY", "TOKEN"):
         table.add_column(heading, no_wrap=True)

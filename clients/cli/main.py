@@ -1,7 +1,7 @@
 """The command `genbatch`.
 
-Of the commands only the one that runs is imported, so that `genbatch --help` and a short question to a running service
-answer at once. What the list in `--help` says of each stands here for that.
+Only the command that runs is imported, so that `genbatch --help` and a short request to a running service are fast. So
+the texts of the list in `--help` are here.
 """
 
 from importlib import import_module
@@ -9,43 +9,43 @@ from typing import Annotated, Any
 
 import typer
 
-# Command -> its module beside this one, and what the list says of it: its help's first sentences.
+# Command -> its module in this folder, and its text in the list: the first sentences of its help.
 COMMANDS = {
     "demo": ("demo", "Send eight prompts at once over ZeroMQ and watch the answers side by side."),
     "serve": (
         "serve",
-        "Serve models to many callers, until Ctrl-C or SIGTERM; a second one does not wait for open requests.",
+        "Serve models to many callers until Ctrl-C or SIGTERM. A second signal does not wait for open requests.",
     ),
-    "pull": ("hub", "Download models of the Hugging Face hub, so that they are served without a network."),
+    "pull": ("hub", "Download models from the Hugging Face hub, to serve them without a network."),
     "list": ("hub", "List the models in the Hugging Face cache, with their size and last use."),
-    "rm": ("hub", "Delete models from the Hugging Face cache. A service that has one loaded goes on with it."),
+    "rm": ("hub", "Delete models from the Hugging Face cache. A running service keeps its loaded models."),
     "generate": ("generate", "Answer one prompt, streamed to standard output."),
     "chat": ("chat", "Talk with the model."),
-    "embed": ("generate", "Print an embedding for each text: a line of JSON, in their order."),
-    "batch": ("batch", "Run a file of requests; killed and started again, it goes on where it stopped."),
-    "bench": ("bench", "Measure a running service, or a private one, under a scripted load."),
-    "stats": ("stats", "Show what a running service has counted."),
+    "embed": ("generate", "Print an embedding for each text, as lines of JSON in the order of the texts."),
+    "batch": ("batch", "Run a file of requests. A run that was killed continues where it stopped."),
+    "bench": ("bench", "Measure a running or a private service under a scripted load."),
+    "stats": ("stats", "Show the counters of a running service."),
     "config": (
         "settings",
-        "Show every option of a service, what `genbatch serve` would take with the same flags, and where that is from.",
+        "Show every option of a service, its value with these flags, and the origin of the value.",
     ),
-    "top": ("stats", "Watch a service: slots, queue, KV memory, pace and tenants. q or Ctrl-C leaves."),
+    "top": ("stats", "Watch a service: slots, queue, KV memory, speed and tenants. Leave with q or Ctrl-C."),
     "replay": (
         "replay",
         "Play a flight record to the real scheduler and KV cache, and compare each tick with the recorded one.",
     ),
-    "plan": ("plan", "Simulate a trace on fleets of several sizes, and find the smallest that keeps a target."),
+    "plan": ("plan", "Simulate a trace on fleets of several sizes, and find the smallest fleet that meets a target."),
     "adapters": ("stats", "Load, list and unload the LoRA adapters of a running service."),
-    "keys": ("keys", "Make keys and tokens, so that other machines may use a service."),
+    "keys": ("keys", "Make keys and tokens for clients on other machines."),
 }
 
 
-# Commands with the name of a type of Python's.
+# The function of a command that has the name of a Python type.
 _FUNCTIONS = {"list": "list_models"}
 
 
 class _Commands(typer.core.TyperGroup):
-    """Lists its commands as they were added, by name and help alone, and runs the real ones."""
+    """Lists the commands by name and text, and imports the command that runs."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, _, rest = super().resolve_command(ctx, args)
@@ -53,10 +53,10 @@ class _Commands(typer.core.TyperGroup):
 
 
 def load(name: str) -> Any:
-    """The command of this name, with its flags: its module is imported."""
+    """Import a command's module, and return the command with its flags."""
     module, _ = COMMANDS[name]
     command = getattr(import_module(f"genbatch.clients.cli.{module}"), _FUNCTIONS.get(name, name))
-    if isinstance(command, typer.Typer):  # one with commands of its own
+    if isinstance(command, typer.Typer):  # a group of commands
         return typer.main.get_command(command)
     alone = typer.Typer(add_completion=False, **_LOOK)
     alone.command(name)(command)
@@ -77,7 +77,7 @@ app = typer.Typer(
 
 
 def _listed() -> None:
-    """Stands in the list for a command that is imported when it runs."""
+    """A placeholder in the list for a command that is imported when it runs."""
 
 
 for _name, (_, _help) in COMMANDS.items():
@@ -86,7 +86,7 @@ for _name, (_, _help) in COMMANDS.items():
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version  # with a parser of e-mail: a tenth of the time of --help
+        from importlib.metadata import version  # imported late: it takes a tenth of the time of --help
 
         typer.echo(f"genbatch {version('genbatch')}")
         raise typer.Exit
@@ -95,12 +95,12 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _global_options(
     _version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and leave.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     pass
 
 
 def main() -> None:
-    """The entry point."""
+    """Run the command line."""
     app()

@@ -1,4 +1,4 @@
-"""`genbatch plan`: how many replicas a load needs, and which router."""
+"""`genbatch plan`: find the number of replicas and the router for a load."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,34 +23,37 @@ _TARGET = "Target"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceFlags:
-    """What is asked of the fleet."""
+    """The load."""
 
     trace: Annotated[
         str,
         typer.Option(
             metavar="FILE",
-            help="A trace in Mooncake's format, an object a line; or chat, agents or batch, which are made here.",
+            help="A trace in Mooncake's format, one object in each line; or a generated trace: chat, agents or batch.",
             rich_help_panel=_TRACE,
         ),
     ]
     block_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens that a hash id of the FILE stands for.", rich_help_panel=_TRACE)
+        int, typer.Option(min=1, help="The tokens of a hash id in the FILE.", rich_help_panel=_TRACE)
     ] = 512
     rate: Annotated[
-        float | None, typer.Option(help="Made traces: requests a second; 10 if not given.", rich_help_panel=_TRACE)
+        float | None,
+        typer.Option(help="Generated traces: requests per second; the default is 10.", rich_help_panel=_TRACE),
     ] = None
     duration: Annotated[
-        float | None, typer.Option(help="Made traces: seconds; 600 if not given.", rich_help_panel=_TRACE)
+        float | None, typer.Option(help="Generated traces: seconds; the default is 600.", rich_help_panel=_TRACE)
     ] = None
     scale: Annotated[
-        float | None, typer.Option(help="Made traces: multiplies every length.", rich_help_panel=_TRACE)
+        float | None, typer.Option(help="Generated traces: multiply every length by this.", rich_help_panel=_TRACE)
     ] = None
     tenants: Annotated[
-        int | None, typer.Option(min=1, help="Made traces: tenants, who share no prompts.", rich_help_panel=_TRACE)
+        int | None,
+        typer.Option(min=1, help="Generated traces: tenants, which share no prompts.", rich_help_panel=_TRACE),
     ] = None
-    seed: Annotated[int | None, typer.Option(help="Made traces: decides all of it.", rich_help_panel=_TRACE)] = None
+    seed: Annotated[int | None, typer.Option(help="Generated traces: the seed.", rich_help_panel=_TRACE)] = None
     write_trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the made trace there.", rich_help_panel=_TRACE)
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the generated trace to this file.", rich_help_panel=_TRACE),
     ] = None
 
     def read(self) -> "Trace":
@@ -73,7 +76,9 @@ class TraceFlags:
         if self.trace not in MADE:
             if given or self.write_trace is not None:
                 name = next(iter(given), "write_trace").removesuffix("_s")
-                raise UsageError(f"{name}: only of a made trace ({', '.join(MADE)}), not of the file {self.trace}")
+                raise UsageError(
+                    f"{name}: only for a generated trace ({', '.join(MADE)}), not for the file {self.trace}"
+                )
             return read_trace(Path(self.trace), self.block_tokens)
         trace = MADE[self.trace](TraceOptions(**given))  # type: ignore[arg-type]
         if self.write_trace is not None:
@@ -83,22 +88,22 @@ class TraceFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedFleetFlags:
-    """What the fleet is."""
+    """The fleet."""
 
     bench: Annotated[
         Path,
         typer.Option(
-            metavar="FILE", help="What `genbatch bench -w w5 --out FILE` measured of one replica.",
+            metavar="FILE", help="The measurements of one replica by `genbatch bench -w w5 --out FILE`.",
             rich_help_panel=_FLEET,
         ),
     ]  # fmt: skip
     replicas: Annotated[
-        str, typer.Option(metavar="N|LOW:HIGH", help="How many, or within which bounds.", rich_help_panel=_FLEET)
+        str, typer.Option(metavar="N|LOW:HIGH", help="The number of replicas, or its bounds.", rich_help_panel=_FLEET)
     ] = "1:64"
     router: Annotated[
         list[str] | None,
         typer.Option(
-            help='round_robin, least_tokens, prefix or "module:Class"; may be given again, a table each; else prefix.',
+            help='round_robin, least_tokens, prefix or "module:Class"; may be given again; the default is prefix.',
             rich_help_panel=_FLEET,
         ),
     ] = None
@@ -109,10 +114,10 @@ class SimulatedFleetFlags:
         int, typer.Option(min=1, help="Most tokens of a step.", rich_help_panel=_FLEET)
     ] = 512  # fmt: skip
     target_inter_token_latency_ms: Annotated[
-        float, typer.Option(min=0.0, help="Time of a step with prompts; 0: none.", rich_help_panel=_FLEET)
+        float, typer.Option(min=0.0, help="Time of a step with prompts; 0 is no limit.", rich_help_panel=_FLEET)
     ] = 12.0  # fmt: skip
     gateways: Annotated[
-        int, typer.Option(min=1, help="Gateways, which do not talk to one another.", rich_help_panel=_FLEET)
+        int, typer.Option(min=1, help="Gateways, which do not communicate.", rich_help_panel=_FLEET)
     ] = 1
     report_s: Annotated[
         float, typer.Option(min=0.0, help="Seconds between reports of a replica's load.", rich_help_panel=_FLEET)
@@ -122,13 +127,13 @@ class SimulatedFleetFlags:
         bool,
         typer.Option(
             "--tell-prefixes",
-            help="Reports tell every gateway which prefixes a replica was given; else each knows its own requests.",
+            help="Reports include a replica's prefixes; without this a gateway knows only its own requests.",
             rich_help_panel=_FLEET,
         ),
     ] = False
 
     def bounds(self) -> tuple[int, int]:
-        """The smallest and the largest fleet.
+        """Return the smallest and the largest fleet.
 
         Raises:
             UsageError: the text is neither N nor LOW:HIGH.
@@ -139,11 +144,11 @@ class SimulatedFleetFlags:
         except ValueError:
             bounds = 0, 0
         if not 1 <= bounds[0] <= bounds[1]:
-            raise UsageError(f"replicas: {self.replicas!r} is neither N nor LOW:HIGH, from 1 on")
+            raise UsageError(f"replicas: {self.replicas!r} is neither N nor LOW:HIGH, with numbers from 1")
         return bounds
 
     def options(self, replicas: int, router: str) -> "SimulatedFleet":
-        """A fleet of one size."""
+        """Return the fleet of one size."""
         from genbatch.clients.plan.fleet_run import SimulatedFleet
 
         return SimulatedFleet(
@@ -162,31 +167,36 @@ class SimulatedFleetFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFlags:
-    """What it is to achieve, and where that is written."""
+    """The target, and the output."""
 
     target: Annotated[
         list[str] | None,
         typer.Option(
             metavar="METRIC:MS",
-            help="What a request is to keep to, ttft and tpot; else ttft:2000 tpot:100.",
+            help="The limits of a request; the default is ttft:2000 tpot:100.",
             rich_help_panel=_TARGET,
         ),
     ] = None
     share: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Share of all requests that are to.", rich_help_panel=_TARGET)
+        float,
+        typer.Option(
+            min=0.0, max=1.0, help="The share of requests that must meet the target.", rich_help_panel=_TARGET
+        ),
     ] = 0.95
     cost: Annotated[
         float | None, typer.Option(min=0.0, help="Cost of a replica for an hour.", rich_help_panel=_TARGET)
     ] = None
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Draw it there, PNG or SVG; needs genbatch[plot].", rich_help_panel=_TARGET),
+        typer.Option(
+            metavar="FILE", help="Draw a plot to this PNG or SVG file; needs genbatch[plot].", rich_help_panel=_TARGET
+        ),
     ] = None
 
 
 @with_flag_groups
 def plan(*, load: TraceFlags, fleet: SimulatedFleetFlags, wanted: PlanFlags) -> None:
-    """Simulate a trace on fleets of several sizes, and find the smallest that keeps a target.
+    """Simulate a trace on fleets of several sizes, and find the smallest fleet that meets a target.
 
     The routers and schedulers are the real ones; the time of a step is fitted to what `genbatch bench` measured.
 
@@ -219,7 +229,7 @@ def _plan(load: TraceFlags, fleet: SimulatedFleetFlags, wanted: PlanFlags) -> No
     bounds = fleet.bounds()
     limits_s = Goodput.parse(wanted.target or ["ttft:2000 tpot:100"]).limits_s
     if not set(limits_s) <= {"ttft", "tpot"}:
-        raise UsageError("target: only ttft and tpot have one")
+        raise UsageError("target: must be ttft or tpot")
     measured, trace = read_step_time(fleet.bench), load.read()
     console = Console()
     count = len(trace.requests)
@@ -255,7 +265,7 @@ class _Search:
     cost_hour: float
 
     def rows(self, low: int, high: int, share: float) -> list["PlanRow"]:
-        """Sizes that double, then those between the last that fails and the first that keeps the target."""
+        """Simulate sizes that double, then sizes between the last that fails and the first that meets the target."""
         sizes = [low]
         while sizes[-1] < high:
             sizes.append(min(high, 2 * sizes[-1]))
@@ -279,7 +289,7 @@ class _Search:
         return rows + larger[::-1]
 
     def row(self, replicas: int) -> "PlanRow":
-        """One size, run."""
+        """Simulate one size."""
         from genbatch.clients.plan.fleet_run import PlanRow, run_fleet
 
         run = run_fleet(self.trace, self.step_time, self.fleet.options(replicas, self.router))

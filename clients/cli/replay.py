@@ -1,4 +1,4 @@
-"""`genbatch replay`: plays what `genbatch serve --record` wrote, without the model."""
+"""`genbatch replay`: replay a record of `genbatch serve --record`, without the model."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
 
 
 def replay(
-    file: Annotated[Path, typer.Argument(help="What `genbatch serve --record` wrote.")],
+    file: Annotated[Path, typer.Argument(help="A record of `genbatch serve --record`.")],
     *,
     ticks: Annotated[bool, typer.Option("--ticks", help="Print every message and tick.")] = False,
     scheduler: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Plan with another scheduler, to see the first tick that it changes."),
+        typer.Option(metavar="NAME", help="Plan with another scheduler, and show the first tick that it changes."),
     ] = None,
 ) -> None:
     """Play a flight record to the real scheduler and KV cache, and compare each tick with the recorded one.
 
-    Needs no model. 0: all ticks are the same; 1: one differs, and it is shown; 2: FILE is no record. A record whose
-    service was killed, or that is damaged, is played up to there.
+    This needs no model. The exit code is 0 if all ticks are equal, 1 if one differs (it is shown), and 2 if FILE is not
+    a record. An incomplete or damaged record is played up to the damage.
 
     Example:
 

@@ -1,6 +1,6 @@
-"""`genbatch serve`: a service until a signal ends it; its banner says what runs, where, and how much it can hold.
+"""`genbatch serve`: run a service until a signal, and show a banner with its model, addresses and memory.
 
-FleetFlags say how many replicas serve, and how requests are divided among them.
+FleetFlags set the number of replicas, and the routing of requests among them.
 """
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -43,38 +43,39 @@ _REPLICAS = "Replicas"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetFlags:
-    """A fleet of replicas on Ray; without any of these there is one engine, and no Ray."""
+    """A fleet of replicas on Ray; without these flags there is one engine, and no Ray."""
 
     replicas: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Serve with so many replicas on Ray; needs genbatch\\[ray].", rich_help_panel=_REPLICAS
-        ),
+        typer.Option(min=1, help="The number of replicas on Ray; needs genbatch\\[ray].", rich_help_panel=_REPLICAS),
     ] = None
     min_replicas: Annotated[
         int | None,
-        typer.Option(min=0, help="Fewest replicas; 0: the first request waits for one.", rich_help_panel=_REPLICAS),
+        typer.Option(
+            min=0, help="Fewest replicas; with 0, the first request waits for a start.", rich_help_panel=_REPLICAS
+        ),
     ] = None
     max_replicas: Annotated[
         int | None,
         typer.Option(min=1, help="Most replicas; more are started as requests wait.", rich_help_panel=_REPLICAS),
     ] = None
     replica_cpus: Annotated[
-        float, typer.Option(min=0.0, help="CPUs that Ray sets aside for a replica.", rich_help_panel=_REPLICAS)
+        float, typer.Option(min=0.0, help="CPUs that Ray reserves for a replica.", rich_help_panel=_REPLICAS)
     ] = 1.0
     replica_gpus: Annotated[
-        float, typer.Option(min=0.0, help="GPUs that Ray sets aside for a replica.", rich_help_panel=_REPLICAS)
+        float, typer.Option(min=0.0, help="GPUs that Ray reserves for a replica.", rich_help_panel=_REPLICAS)
     ] = 0.0
     router: Annotated[
         str | None,
         typer.Option(
-            help='prefix, least_tokens, round_robin or "module:Class"; prefix if not given.', rich_help_panel=_REPLICAS
+            help='prefix, least_tokens, round_robin or "module:Class"; the default is prefix.',
+            rich_help_panel=_REPLICAS,
         ),
     ] = None
     ray_address: Annotated[
         str | None,
         typer.Option(
-            help="The Ray cluster to join; else that of this machine, or one is started; local always starts one.",
+            help="The Ray cluster to join; the default is this machine's, or a new one. local starts a new one.",
             rich_help_panel=_REPLICAS,
         ),
     ] = None
@@ -82,36 +83,36 @@ class FleetFlags:
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Gateways that say the same name share its replicas; the model's name if not given.",
+            help="Gateways with the same name share the replicas; the default is the model's name.",
             rich_help_panel=_REPLICAS,
         ),
     ] = None
 
     @property
     def is_wanted(self) -> bool:
-        """Whether there is to be a fleet.
+        """Whether the flags ask for a fleet.
 
         Raises:
-            UsageError: a flag of fleets, and none that says how large it is to be.
+            UsageError: a flag of fleets without the number of replicas.
         """
         wanted = (self.replicas, self.min_replicas, self.max_replicas) != (None, None, None)
         for name in ("router", "ray_address", "fleet"):
             if not wanted and getattr(self, name) is not None:
-                raise UsageError(f"{name}: there are no replicas; say --replicas or --max-replicas")
+                raise UsageError(f"{name}: there are no replicas; set --replicas or --max-replicas")
         return wanted
 
     def rule(self) -> "ScaleRule":
-        """How many replicas there should be.
+        """Return the rule for the number of replicas.
 
         Raises:
-            UsageError: a number and bounds.
-            RouterError: bounds that hold no number.
+            UsageError: both a number and bounds are set.
+            RouterError: the bounds allow no number.
         """
         from genbatch.actors.fleet.routing import ScaleRule
 
         if self.replicas is not None:
             if self.min_replicas is not None or self.max_replicas is not None:
-                raise UsageError("replicas: either a number or --min-replicas and --max-replicas")
+                raise UsageError("replicas: set either --replicas, or --min-replicas and --max-replicas")
             return ScaleRule(min_replicas=self.replicas, max_replicas=self.replicas)
         low = 1 if self.min_replicas is None else self.min_replicas
         return ScaleRule(min_replicas=low, max_replicas=max(low, 1) if self.max_replicas is None else self.max_replicas)
@@ -133,7 +134,7 @@ def on_demand_banner(names: Sequence[str], addresses: Sequence[str], options: Se
 
 
 def banner(card: ModelCard, stats: Mapping[str, Any], addresses: Sequence[str], adapters: Sequence[str] = ()) -> Panel:
-    """The banner of a service of this model and these adapters with these stats, reachable at `addresses`."""
+    """Return the banner of a service."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="cyan")
     rows.add_column()
@@ -165,7 +166,7 @@ def serve(
         list[str] | None,
         typer.Argument(
             metavar="[NAME=]MODEL...",
-            help="A name, a Hugging Face directory or id, or a .gguf file; several are served at one address, each "
+            help="A name, a Hugging Face directory or id, or a .gguf file; several models share one address, each "
             "under its name.",
             show_default=DEFAULT_MODEL,
         ),
@@ -175,7 +176,7 @@ def serve(
     flags: ServiceFlags,
     fleet: FleetFlags,
 ) -> None:
-    """Serve models to many callers, until Ctrl-C or SIGTERM; a second one does not wait for open requests.
+    """Serve models to many callers until Ctrl-C or SIGTERM. A second signal does not wait for open requests.
 
     Examples:
 
@@ -193,7 +194,7 @@ def serve(
     """
 
     async def run(stopping: trio.Event) -> None:
-        # Before torch is imported anywhere: a mistake is told at once.
+        # Checked before torch is imported, so that a mistake is reported at once.
         named = named_models(model or [])
         settings = settings_of(context, named[0][1] if named else DEFAULT_MODEL, file, flags)
         engine, batcher, options = settings.engine(), settings.batcher(), settings.service()
@@ -202,7 +203,7 @@ def serve(
             engines += engines_of(engine, named)
         else:
             kept = engines_of(engine, named) if named else []
-            engines += [replace(one, served_model_name=name_of(one)) for one in kept]
+            engines += [replace(model, served_model_name=name_of(model)) for model in kept]
             engines += models_on_demand(written_path(options.models), engine, batcher, options.keep_alive)
         if len(engines) > 1 or options.models is not None:
             _check_several(engine, options, fleet, [name_of(one) for one in engines])
@@ -214,7 +215,7 @@ def serve(
             if rank := torchrun_rank(engine):
                 await _follow(engine, rank, stopping)
                 return
-            # torchrun starts all ranks anew, or none.
+            # torchrun restarts all ranks or none.
             options = replace(options, max_restarts=0)
         opening = partial(_open_service, engines, batcher, options, find_models)
         if fleet.is_wanted:
@@ -226,7 +227,7 @@ def serve(
 
 
 def named_models(given: Sequence[str]) -> list[tuple[str, str]]:
-    """(name, model) of each argument; the name is "" where none is said.
+    """Return (name, model) for each argument; the name is "" if the argument has none.
 
     Raises:
         UsageError: a name is empty.
@@ -234,7 +235,7 @@ def named_models(given: Sequence[str]) -> list[tuple[str, str]]:
     found = []
     for argument in given:
         name, equals, path = argument.partition("=")
-        if not equals or written_path(argument).exists():  # a path may have the sign in it
+        if not equals or written_path(argument).exists():  # a path may contain the sign
             name, path = "", argument
         elif not (name and path):
             raise UsageError(f"model: {argument!r} is not NAME=MODEL")
@@ -243,21 +244,21 @@ def named_models(given: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def engines_of(engine: EngineOptions, named: Sequence[tuple[str, str]]) -> list[EngineOptions]:
-    """The engine's options for each model; several share the memory that may be taken in equal parts.
+    """Return the engine's options for each model; several models get equal shares of the memory.
 
     Args:
-        engine: what was configured, for the first of them.
-        named: (name, model) of each; none where the configuration says which.
+        engine: the configured options of the first model.
+        named: (name, model) of each model; empty if the configuration names the model.
 
     Raises:
-        UsageError: two would have the same name.
+        UsageError: two models have the same name.
     """
     if len(named) < 2:
         return [engine if not named or not named[0][0] else replace(engine, served_model_name=named[0][0])]
     names = [name or default_name(path) for name, path in named]
     twice = [name for name in names if names.count(name) > 1]
     if twice:
-        raise UsageError(f"model: two models are called {twice[0]}; say NAME=MODEL")
+        raise UsageError(f"model: two models have the name {twice[0]}; write NAME=MODEL")
     share = engine.max_memory_percent / len(named)
     return [
         replace(engine, model_path=path, served_model_name=name, max_memory_percent=share)
@@ -266,7 +267,7 @@ def engines_of(engine: EngineOptions, named: Sequence[tuple[str, str]]) -> list[
 
 
 def default_name(model: str) -> str:
-    """What a model is called where nobody gives it a name, told without looking into it."""
+    """Return the default name of a model, without reading the model."""
     path = written_path(model)
     if path.is_dir():
         return path.resolve().name
@@ -280,18 +281,18 @@ def name_of(model: EngineOptions | ModelOnDemand) -> str:
 
 
 def _check_several(engine: EngineOptions, options: ServiceOptions, fleet: FleetFlags, names: Sequence[str]) -> None:
-    """Raises UsageError for what is said of one model where there are several."""
+    """Raise UsageError for options of a single model if there are several."""
     twice = [name for name in names if names.count(name) > 1]
     if twice:
-        raise UsageError(f"model: two models are called {twice[0]}; say NAME=MODEL")
+        raise UsageError(f"model: two models have the name {twice[0]}; write NAME=MODEL")
     if engine.served_model_name:
         raise UsageError("served_model_name: with several models write NAME=MODEL for each")
     if engine.chat_template:
-        raise UsageError("chat_template: is of one model, and several are served")
+        raise UsageError("chat_template: belongs to one model, and several are served")
     if engine.lora:
-        raise UsageError("lora: an adapter is of one model, and several are served")
+        raise UsageError("lora: an adapter belongs to one model, and several are served")
     if options.engine == "thread":
-        raise UsageError("engine: several models have a process each; thread is for one")
+        raise UsageError("engine: each of several models has a process; thread is for one model")
     if fleet.is_wanted:
         raise UsageError("replicas: a fleet serves one model")
     if engine.tensor_parallel > 1 and is_torchrun():
@@ -303,25 +304,25 @@ class Running(Protocol):
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where clients can connect."""
+        """The addresses for clients."""
 
     @property
     def telemetry(self) -> Telemetry:
-        """Its events."""
+        """The events of the service."""
 
     async def describe(self) -> tuple[Models, dict[str, Any]]:
-        """What is served, and the stats."""
+        """Return the served models, and the stats."""
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuses what is new, ends what is open within `timeout_s` seconds, and returns."""
+        """Refuse new requests, and let open requests end for at most `timeout_s` seconds."""
 
     async def retire(self, timeout_s: float) -> None:
-        """Serves the clients that are connected until they have gone, for `timeout_s` seconds at most, and returns."""
+        """Serve the connected clients until they have left, for at most `timeout_s` seconds."""
 
 
 @asynccontextmanager
 async def _listening(options: ServiceOptions) -> AsyncIterator[tuple[ListeningSockets, Predecessor | None]]:
-    """The listening sockets, and the earlier service that handed them over, if `take_over` finds one."""
+    """Open the listening sockets; with `take_over`, get them from the service that runs already."""
     addresses = door_addresses(options)
     async with AsyncExitStack() as stack:
         predecessor = await stack.enter_async_context(find_predecessor(addresses)) if options.take_over else None
@@ -348,7 +349,7 @@ async def _serve(
             on_demand = [card.id for card in models.models if card.state != "loaded"]
             if on_demand:
                 Console().print(on_demand_banner(on_demand, service.addresses, options))
-            for card in models.models:  # none, while a fleet has no replica
+            for card in models.models:  # empty while a fleet has no replica
                 if card.parent is None and card.id not in on_demand:
                     adapters = [other.id for other in models.models if other.parent == card.id]
                     Console().print(banner(card, by_model.get(card.id, stats), service.addresses, adapters))
@@ -383,7 +384,7 @@ async def _until_either(*events: trio.Event) -> None:
 
 
 async def _follow(engine: EngineOptions, rank: int, stopping: trio.Event) -> None:
-    """One rank of several that torchrun has started: it has no addresses, and ends with rank 0."""
+    """Run one of the ranks that torchrun has started: it has no addresses, and ends with rank 0."""
     ranks = await trio.to_thread.run_sync(import_module, "genbatch.nif.context.tensor_parallel")
     async with trio.open_nursery() as nursery:
         nursery.start_soon(partial(trio.to_thread.run_sync, ranks.follow, engine, rank, abandon_on_cancel=True))
@@ -392,7 +393,7 @@ async def _follow(engine: EngineOptions, rank: int, stopping: trio.Event) -> Non
 
 
 async def _give_up_start(stopping: trio.Event, ready: trio.Event, scope: trio.CancelScope) -> None:
-    """There is nothing to drain yet."""
+    """Cancel the start at a signal, since no request is open yet."""
     await stopping.wait()
     if not ready.is_set():
         scope.cancel()
@@ -411,7 +412,7 @@ async def _open_service(
             if options.engine == "process":
                 from genbatch.actors.service.processes import open_processes
 
-                bars("start", 0, 0)  # over there
+                bars("start", 0, 0)  # of the engine's process
                 opening: AbstractAsyncContextManager[Running] = open_processes(
                     engines, batcher, options, progress=bars, sockets=sockets, find_models=find_models
                 )

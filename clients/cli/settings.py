@@ -1,13 +1,13 @@
-"""What a service is to run with: flags, then GENBATCH_ variables, then a TOML file, then the defaults.
+"""The settings of a service: flags, then GENBATCH_ variables, then a TOML file, then the defaults.
 
     settings = read_settings({"n_parallel": 16}, config=Path("genbatch.toml"))
     settings.batcher()                       # BatcherOptions
     settings.origin("n_parallel")            # "flag"
 
-The file has the options as keys and the limits of requests in the table [limits]. Nothing is read from the working
-directory unasked: a file there could name a scheduler, which is code.
+The file has the options as keys, and the limits of requests in the table [limits]. No file of the working directory is
+read by default, since a file could name a scheduler, which is code.
 
-`genbatch config` shows every option, what is in force, and where that is from.
+`genbatch config` shows every option, its value, and the origin of the value.
 """
 
 import difflib
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 _PREFIX = "GENBATCH_"
 FILE_VARIABLE = "GENBATCH_CONFIG"
 DEFAULT, FLAG = "default", "flag"
-# Variables of ours that are no options.
+# Our variables that are not options.
 _OTHER_VARIABLES = {FILE_VARIABLE, "GENBATCH_CACHE"}
 
 
@@ -61,33 +61,33 @@ T = TypeVar("T")
 
 
 class Settings:
-    """Every option's value and where it is from.
+    """The value of every option, and its origin.
 
     Args:
-        given: (value, origin) of the options that something was said of, by name.
+        values: (value, origin) of the options that are set, by name.
     """
 
-    def __init__(self, given: Mapping[str, tuple[Any, str]]) -> None:
-        self._given = given
+    def __init__(self, values: Mapping[str, tuple[Any, str]]) -> None:
+        self._values = values
 
     def value(self, name: str) -> Any:
-        """What is in force."""
-        return self._given[name][0] if name in self._given else options()[name].default
+        """Return the value of an option."""
+        return self._values[name][0] if name in self._values else options()[name].default
 
     def origin(self, name: str) -> str:
-        """Where that is from: "flag", a variable, a line of a file, or "default"."""
-        return self._given[name][1] if name in self._given else DEFAULT
+        """Return the origin of the value: "flag", a variable, a line of a file, or "default"."""
+        return self._values[name][1] if name in self._values else DEFAULT
 
     def engine(self) -> EngineOptions:
-        """Raises OptionError for a value out of range."""
+        """Return the options; raise OptionError for a value out of range."""
         return self._make(EngineOptions)
 
     def batcher(self) -> BatcherOptions:
-        """Raises OptionError or SchedulerError for a value out of range."""
+        """Return the options; raise OptionError or SchedulerError for a value out of range."""
         return self._make(BatcherOptions, limits=RequestLimits(**self._fields(RequestLimits)))
 
     def service(self) -> ServiceOptions:
-        """Raises OptionError for a value out of range."""
+        """Return the options; raise OptionError for a value out of range."""
         return self._make(ServiceOptions, bind=self.value("bind") or default_address())
 
     def _fields(self, owner: type[Any]) -> dict[str, Any]:
@@ -104,27 +104,27 @@ class Settings:
 
 
 def read_settings(flags: Mapping[str, Any], *, config: Path | None = None) -> Settings:
-    """Puts the layers over one another.
+    """Merge flags, variables, file and defaults.
 
     Args:
-        flags: options given on the command line.
-        config: the TOML file; None takes $GENBATCH_CONFIG, or genbatch/config.toml in $XDG_CONFIG_HOME if it is there.
+        flags: the options on the command line.
+        config: the TOML file; None takes $GENBATCH_CONFIG, or genbatch/config.toml in $XDG_CONFIG_HOME if it exists.
 
     Raises:
-        OptionError: a key is unknown, a value of the wrong type, or the file cannot be read; it says where.
+        OptionError: a key is unknown, a value has the wrong type, or the file cannot be read; it names the place.
     """
-    given = {**_from_file(config or config_file()), **_from_environment()}
-    return Settings(given | {name: (value, FLAG) for name, value in flags.items()})
+    values = {**_from_file(config or config_file()), **_from_environment()}
+    return Settings(values | {name: (value, FLAG) for name, value in flags.items()})
 
 
 def unknown_variables() -> list[str]:
-    """Variables that look like ours and are read by nobody; an error they are not, as orchestrators set such ones."""
+    """Return GENBATCH_ variables that are no options. They are not an error, since orchestrators set such variables."""
     known = {option.variable for option in options().values()} | _OTHER_VARIABLES
     return sorted(name for name in os.environ if name.startswith(_PREFIX) and name not in known)
 
 
 def config_file() -> Path | None:
-    """The file that is read when none is named; None if there is none."""
+    """Return the default file; None if there is none."""
     if FILE_VARIABLE in os.environ:
         return Path(os.environ[FILE_VARIABLE])
     folder = config_folder()
@@ -133,11 +133,11 @@ def config_file() -> Path | None:
 
 
 def config_folder() -> Path | None:
-    """Where a user's files of options and keys are; None for a user without a home, as containers have them."""
+    """Return the folder of a user's options and keys; None for a user without a home, as in containers."""
     home = os.environ.get("XDG_CONFIG_HOME")
     try:
         return (Path(home) if home else Path.home() / ".config") / "genbatch"
-    except RuntimeError:  # there is no $HOME, and the system does not know this user
+    except RuntimeError:  # there is no $HOME, and the user is unknown to the system
         return None
 
 
@@ -147,14 +147,14 @@ def config_folder() -> Path | None:
 def _from_environment() -> dict[str, tuple[Any, str]]:
     if not any(name.upper().startswith(_PREFIX) for name in os.environ):
         return {}
-    # Here, as a question to the service of this machine looks for its address only: a fifth of its time.
+    # Imported late: it takes a fifth of a short request to a running service.
     from pydantic_settings import EnvSettingsSource, SettingsError
 
     kind = _settings_class()
     try:
         found = EnvSettingsSource(kind)()
     except SettingsError as error:
-        raise OptionError(_named_in(str(error)), "is no JSON (in the environment)") from error
+        raise OptionError(_named_in(str(error)), "is not JSON (in the environment)") from error
     given = {}
     for name, value in _flattened(found).items():
         option = _known(name, "the environment")
@@ -163,7 +163,7 @@ def _from_environment() -> dict[str, tuple[Any, str]]:
 
 
 def _settings_class() -> "type[BaseSettings]":
-    """The options as pydantic-settings wants them: its environment source looks for their variables."""
+    """Return the options as a class of pydantic-settings, which reads their variables."""
     from pydantic_settings import BaseSettings, SettingsConfigDict
 
     class Environment(BaseSettings):
@@ -201,18 +201,18 @@ def _from_file(path: Path | None) -> dict[str, tuple[Any, str]]:
 
 
 def _toml(path: Path, option: str) -> tuple[dict[str, Any], str]:
-    """The content of a file, and its text."""
+    """Return the content of a TOML file, and its text."""
     try:
         text = path.read_text()
         return tomllib.loads(text), text
     except OSError as error:
         raise OptionError(option, f"cannot read {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise OptionError(option, f"{path} is no TOML: {error}") from error
+        raise OptionError(option, f"{path} is not TOML: {error}") from error
 
 
 def _flattened(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys as the options' names: those of a table behind its own name."""
+    """Return the values by option; a table's keys follow its name, as in "limits.max_n"."""
     flat: dict[str, Any] = {}
     for name, value in found.items():
         if isinstance(value, Mapping):
@@ -223,7 +223,7 @@ def _flattened(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _line_of(name: str, text: str) -> int:
-    """Where the file says a key; tomllib does not tell."""
+    """Return the line of a key, which tomllib does not report."""
     table, _, key = name.rpartition(".")
     current = ""
     for number, line in enumerate(text.splitlines(), 1):
@@ -243,13 +243,13 @@ def _line_of(name: str, text: str) -> int:
 def models_on_demand(
     path: Path, engine: EngineOptions, batcher: BatcherOptions, keep_alive: float
 ) -> list[ModelOnDemand]:
-    """The models in a directory, or of a TOML file with a table for each: its options in the place of the service's.
+    """Return the models in a directory, or in a TOML file with a table for each model.
 
     Args:
-        engine, batcher, keep_alive: the options of every model, as far as its table says nothing else.
+        engine, batcher, keep_alive: the options of every model, unless its table sets others.
 
     Raises:
-        OptionError: there is no model, a key is unknown, or a value is wrong; it says where.
+        OptionError: there is no model, a key is unknown, or a value is wrong; the message names the place.
     """
     tables: Mapping[str, Any]
     if path.is_dir():
@@ -262,12 +262,12 @@ def models_on_demand(
     for name, table in tables.items():
         where = f"{path}, table {name}"
         if not isinstance(table, Mapping) or "model" not in table:
-            raise OptionError("models", f"a table with a key `model` is wanted for each model ({where})")
+            raise OptionError("models", f"each model needs a table with the key `model` ({where})")
         values: dict[type, dict[str, Any]] = {EngineOptions: {"served_model_name": name}, BatcherOptions: {}}
         for key, value in table.items():
             option = _known(key, where)
             if option.owner not in values and key != "keep_alive":
-                raise OptionError(key, f"is no option of one model ({where})")
+                raise OptionError(key, f"is not an option of a single model ({where})")
             values.setdefault(option.owner, {})[option.field] = _checked(option, value, where, strict=True)
         try:
             own_engine, own_batcher = (
@@ -294,7 +294,11 @@ def _known(name: str, where: str) -> Option:
 
 
 def _checked(option: Option, value: Any, where: str, *, strict: bool = False) -> Any:
-    """The value as its type; strict: a number in quotes is no number."""
+    """Return a value as its type.
+
+    Args:
+        strict: whether a number in quotes is refused.
+    """
     adapter: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(_lenient_in_case(option.kind))
     try:
         if strict:
@@ -307,7 +311,7 @@ def _checked(option: Option, value: Any, where: str, *, strict: bool = False) ->
 
 
 def _lenient_in_case(kind: Any) -> Any:
-    """Enums by value whatever the case, as the flags take them."""
+    """Return the type, with enums by value in any case, as for flags."""
     for member in (kind, *get_args(kind)):
         if isinstance(member, type) and issubclass(member, Enum):
             return Annotated[kind, pydantic.BeforeValidator(partial(_member, member))]
@@ -327,7 +331,7 @@ class ConfigFlags:
         typer.Option(
             "--config",
             metavar="FILE",
-            help="A TOML file of options; if not given, $GENBATCH_CONFIG or genbatch/config.toml in $XDG_CONFIG_HOME.",
+            help="A TOML file of options; the default is $GENBATCH_CONFIG or genbatch/config.toml in $XDG_CONFIG_HOME.",
         ),
     ] = None
 
@@ -337,14 +341,14 @@ def config(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="As for `genbatch serve`.")] = DEFAULT_MODEL,
     *,
-    json: Annotated[bool, typer.Option("--json", help="Print them as JSON.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the tables of docs/options.md.")] = False,
     file: ConfigFlags,
     flags: ServiceFlags,
 ) -> None:
-    """Show every option of a service, what `genbatch serve` would take with the same flags, and where that is from.
+    """Show every option of a service, its value with these flags, and the origin of the value.
 
-    Flags win over GENBATCH_ variables, these over the file, and the file over the defaults.
+    Flags have priority over GENBATCH_ variables, variables over the file, and the file over the defaults.
 
     Examples:
 
@@ -369,7 +373,7 @@ def config(
         console = Console()
         console.print(settings_table(settings))
         for name in unknown_variables():
-            console.print(Text(f"{name} is no option and is not read", style="yellow"))
+            console.print(Text(f"{name} is not an option and is ignored", style="yellow"))
 
     try:
         show()
@@ -378,7 +382,7 @@ def config(
 
 
 def settings_of(context: typer.Context, model: str, file: ConfigFlags, flags: ServiceFlags) -> Settings:
-    """The settings that a command's flags, the environment and the file come to.
+    """Return the settings from a command's flags, the environment and the file.
 
     Raises:
         OptionError: see `read_settings`.
@@ -388,7 +392,7 @@ def settings_of(context: typer.Context, model: str, file: ConfigFlags, flags: Se
 
 
 def settings_table(settings: Settings) -> "Table":
-    """A row an option; what is not a default stands out."""
+    """Return a table with a row for each option; values that are not defaults are highlighted."""
     from rich.table import Table
     from rich.text import Text
 

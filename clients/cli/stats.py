@@ -1,9 +1,8 @@
-"""`genbatch stats`, `top` and `adapters`: a running service, looked at and told what to serve.
+"""`genbatch stats`, `top` and `adapters`: show the counters of a running service, and change its adapters.
 
-`genbatch stats` prints what it has counted.
+`genbatch stats` prints the counters.
 
-`genbatch top` shows the same live: a screen of exactly the terminal's size, drawn from the stats and from what
-changed since the last look at them.
+`genbatch top` shows them live, on a screen of the terminal's size, with the changes since the last request.
 """
 
 import os
@@ -95,11 +94,13 @@ _LEFT_OUT = {"scheduled_entries", "histograms", "slots", "tenants"}
 @with_flag_groups
 def stats(
     *,
-    json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
-    prometheus: Annotated[bool, typer.Option("--prometheus", help="Print them as /metrics does.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    prometheus: Annotated[
+        bool, typer.Option("--prometheus", help="Print them in Prometheus' format, as /metrics.")
+    ] = False,
     service: AddressFlags,
 ) -> None:
-    """Show what a running service has counted.
+    """Show the counters of a running service.
 
     Examples:
 
@@ -131,7 +132,7 @@ def _exposition(counted: Mapping[str, Any]) -> str:
 
 
 def stats_table(counted: Mapping[str, Any]) -> Table:
-    """The counters in sections."""
+    """Return the counters in sections."""
     table = Table(show_header=False, box=None, padding=(0, 2))
     table.add_column(style="cyan")
     table.add_column(justify="right")
@@ -167,7 +168,7 @@ MAX_LOOKS = 240
 
 
 class TopHistory:
-    """The stats of a service as they come; the last of them is `stats`."""
+    """The stats of a service over time; `stats` is the last report."""
 
     def __init__(self) -> None:
         self.stats: Mapping[str, Any] = {}
@@ -177,7 +178,7 @@ class TopHistory:
         self._at = 0.0
 
     def add(self, stats: Mapping[str, Any], now: float) -> None:
-        """Takes the stats of the time `now`, in seconds on a clock that does not go back."""
+        """Add the stats at the time `now`, in seconds on a monotonic clock."""
         before, seconds = self.stats, now - self._at
         self.stats, self._at = stats, now
         if not before or stats["generation_tokens"] < before["generation_tokens"]:  # the first look, or a restart
@@ -189,7 +190,7 @@ class TopHistory:
 
 
 def _shares(tenants: Mapping[str, Any], before: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """Largest first; nothing where nothing was generated."""
+    """Return the tenants with tokens, the largest first."""
     grown = {
         name: counted["generation_tokens"] - before.get(name, {}).get("generation_tokens", 0)
         for name, counted in tenants.items()
@@ -213,7 +214,7 @@ _PHASES = {"prefilling": "yellow", "decoding": "green"}
 
 
 def top_screen(history: TopHistory, address: str, width: int, height: int, *, error: str = "") -> RenderableType:
-    """The whole screen; `error` says why there are no new numbers."""
+    """Return the whole screen; `error` is the reason for missing new numbers."""
     layout = Layout()
     body: Layout = Layout(name="body")
     layout.split_column(
@@ -247,7 +248,7 @@ def _title(stats: Mapping[str, Any], address: str, error: str) -> Text:
 
 
 def _summary(history: TopHistory, width: int) -> Panel:
-    """Bars on the left, pace on the right."""
+    """Return bars on the left, and speeds on the right."""
     stats = history.stats
     if not stats:
         return Panel(Text("waiting for the service", style="dim"), border_style="dim")
@@ -307,7 +308,7 @@ def _sparkline(values: Sequence[float]) -> str:
 
 
 def _slots(stats: Mapping[str, Any], room: int, *, wide: bool) -> Panel:
-    """A row for each busy slot, as many as fit."""
+    """Return a row for each busy slot, as many as fit."""
     table = Table(box=None, expand=True, padding=(0, 1), header_style="bold")
     table.add_column("slot", justify="right", width=4)
     table.add_column("phase", width=10)
@@ -374,7 +375,7 @@ def _seconds(value: float | None) -> str:
 
 
 def _safe(text: object) -> str:
-    """Names come from clients, and a terminal obeys control characters."""
+    """Remove control characters from a name, since clients choose names."""
     return printable(str(text), is_terminal=True).replace("\n", " ").replace("\t", " ")
 
 
@@ -386,14 +387,15 @@ ANSWER_S = 5.0
 def top(
     *,
     interval: Annotated[
-        float, typer.Option("--interval", "-i", min=0.1, metavar="SECONDS", help="How often to look.")
+        float, typer.Option("--interval", "-i", min=0.1, metavar="SECONDS", help="Seconds between two updates.")
     ] = 1.0,
     model: Annotated[
-        str, typer.Option("--model", "-m", metavar="NAME", help="Of several models the one to watch, else the first.")
+        str,
+        typer.Option("--model", "-m", metavar="NAME", help="The model to watch, of several; the default is the first."),
     ] = "",
     service: AddressFlags,
 ) -> None:
-    """Watch a service: slots, queue, KV memory, pace and tenants. q or Ctrl-C leaves.
+    """Watch a service: slots, queue, KV memory, speed and tenants. Leave with q or Ctrl-C.
 
     Examples:
 
@@ -406,7 +408,7 @@ def top(
 
 async def _top(service: AddressFlags, interval: float, model: str) -> None:
     if not _is_terminal():
-        raise UsageError("genbatch top needs a terminal; `genbatch stats --json` is for programs")
+        raise UsageError("genbatch top needs a terminal; programs can use `genbatch stats --json`")
     address = address_of(service)
     console, history = Console(), TopHistory()
     async with remote_client(address, service) as client:
@@ -425,7 +427,7 @@ def _is_terminal() -> bool:
 
 
 async def _look(client: Client, history: TopHistory, model: str = "") -> str:
-    """Takes the stats of a model, "" for the first; returns what went wrong instead, or nothing."""
+    """Add the stats of a model ("" is the first); return an error's text, or "" for none."""
     try:
         with trio.fail_after(ANSWER_S):
             stats = await client.stats()
@@ -457,7 +459,7 @@ async def _quit_on_q(scope: trio.CancelScope) -> None:
 
 @contextmanager
 def _keys_at_once() -> Iterator[None]:
-    """The terminal hands over each key as it is pressed and shows none."""
+    """Let the terminal deliver each key at once, and not show it."""
     settings = termios.tcgetattr(sys.stdin)
     tty.setcbreak(sys.stdin)
     try:
@@ -472,18 +474,20 @@ adapters = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
 )
-_NAME = Annotated[str, typer.Argument(metavar="NAME", help="What requests name as their model.")]
+_NAME = Annotated[str, typer.Argument(metavar="NAME", help="The name that requests set as their model.")]
 
 
 @adapters.command()
 @with_flag_groups
 def load(
     name: _NAME,
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="As PEFT writes it, on the service's machine.")],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A folder in PEFT's format, on the service's machine.")
+    ],
     *,
     service: AddressFlags,
 ) -> None:
-    """Have a service serve one more adapter.
+    """Load a LoRA adapter into a service.
 
     Example:
 
@@ -498,11 +502,11 @@ def unload(
     name: _NAME,
     *,
     timeout_s: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Requests that are still open after so long are cancelled.")
+        float, typer.Option(metavar="SECONDS", help="Seconds after which open requests are cancelled.")
     ] = 30.0,
     service: AddressFlags,
 ) -> None:
-    """Have a service refuse new requests for an adapter, wait for those it has, and forget it."""
+    """Unload a LoRA adapter: refuse new requests for it, and wait for open requests."""
     run_command(partial(_unload, name, timeout_s, service))
 
 

@@ -166,5 +166,5 @@ def test_several_models_share_the_memory() -> None:
     assert [(one.served_model_name, one.model_path) for one in three] == [("a", "a"), ("b", "some/path"), ("c", "c")]
     assert [one.max_memory_percent for one in three] == pytest.approx([0.3] * 3)
     assert {one.n_ctx for one in three} == {77}
-    with pytest.raises(UsageError, match="two models are called a"):
+    with pytest.raises(UsageError, match="two models have the name a"):
         engines_of(engine, [("", "a"), ("a", "b")])

@@ -87,7 +87,7 @@ def test_a_file_of_something_else_is_not_taken_for_results_and_stays(text: str, 
     source.write_text('{"prompt": "a"}\n')
     target.write_text(text)
     said = CliRunner().invoke(app, ["batch", str(source), "-o", str(target), "--connect", "ipc:///no/such/socket"])
-    assert said.exit_code == 2 and "holds something else than results" in " ".join(said.stderr.split())
+    assert said.exit_code == 2 and "contains something other than results" in " ".join(said.stderr.split())
     assert target.read_text() == text
 
 
@@ -105,7 +105,7 @@ def test_what_cannot_be_read_or_written_is_told_before_anything_is_asked(tmp_pat
     source.write_text('{"prompt": "a"}\n')
     assert "cannot be written: Is a directory" in told(str(source), "-o", str(folder))
     assert "cannot be written: No such file or directory" in told(str(source), "-o", str(tmp_path / "no" / "out"))
-    assert "cannot go into the file of requests" in told(str(source), "-o", str(source))
+    assert "cannot share a file" in told(str(source), "-o", str(source))
 
 
 def test_many_failed_lines_are_counted_and_none_is_no_failure(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def test_requests_that_fail_are_counted_and_not_averaged(address: str, tmp_path:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["-w", "w2", "--batch", "8"], "batch: w2 does not read it"),
+        (["-w", "w2", "--batch", "8"], "batch: w2 has no such flag"),
         (["-w", "w5", "--num-prompts", "8"], "num_prompts: w5"),
         (["-w", "w4", "--request-rate", "8"], "request_rate: w4"),
         (["-w", "w2", "--no-sharing"], "no_sharing: w2"),
@@ -165,9 +165,9 @@ def test_requests_that_fail_are_counted_and_not_averaged(address: str, tmp_path:
         (["-w", "w4", "--load", "-1"], "load:"),
         (["-w", "w2", "--scale", "0"], "scale:"),
         (["-w", "w2", "--goodput", "speed:1"], "goodput: 'speed:1'"),
-        (["-w", "w2", "--return-context-logits", "--connect", "ipc:///x"], "return_context_logits: only of a model in"),
+        (["-w", "w2", "--return-context-logits", "--connect", "ipc:///x"], "return_context_logits: only for a model in"),
         (["-w", "w2", "--return-generation-logits", "--quantize", "int8"], "quantize: logits come from"),
-        (["-w", "w5", "--floor", "--connect", "ipc:///x"], "floor: only of a model in this process"),
+        (["-w", "w5", "--floor", "--connect", "ipc:///x"], "floor: only for a model in this process"),
         (["-w", "w2", "--n-parallel", "3", "--connect", "ipc:///x"], "n_parallel: only"),
         (["-w", "w2", "--out", "/no/such/folder/x.json"], "out: there is no folder"),
         (["-w", "w9"], "w9"),

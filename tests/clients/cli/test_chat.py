@@ -233,7 +233,7 @@ async def test_the_command_goes_on_where_the_last_run_left_off(
     first = head(file.path)
     assert [turn["content"] for turn in first["turns"][::2]] == ["The capital of France", "and of Spain"]
     said = await trio.to_thread.run_sync(run_chat, model, file.path, "and of Italy\n")
-    told = re.search(r"going on after 4 turns, of which (\d+) tokens are evaluated already", said)
+    told = re.search(r"continuing after 4 turns, of which (\d+) tokens are already evaluated", said)
     assert told is not None and int(told[1]) >= 32, said
     again = head(file.path)
     assert again["turns"][:4] == first["turns"] and len(again["turns"]) == 6

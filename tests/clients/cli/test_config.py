@@ -142,7 +142,7 @@ def test_a_mistake_is_one_line_and_the_exit_code_of_bad_input(monkeypatch: pytes
     assert "error: n_ctx: input should be a valid integer" in run(code=2).stderr
     monkeypatch.setenv("GENBATCH_N_CTX", "9")
     monkeypatch.setenv("GENBATCH_SYSTEM_PROMPTS", "[not JSON")
-    assert "system_prompts: is no JSON" in run(code=2).stderr
+    assert "system_prompts: is not JSON" in run(code=2).stderr
 
 
 # What is shown
@@ -154,7 +154,7 @@ def test_every_option_is_shown_and_what_nobody_reads_is_told_of(monkeypatch: pyt
     output = run().output
     for name in options():
         assert name in output
-    assert "GENBATCH_N_PARALEL is no option" in output
+    assert "GENBATCH_N_PARALEL is not an option" in output
 
 
 def test_a_secret_is_never_shown() -> None:

@@ -219,7 +219,7 @@ async def test_commands_find_the_running_service_and_import_no_torch(
 
         out, told = await said("generate", "a b c", "--raw")
         assert out == "abc\n"
-        assert f"asking the service at {service.address}" in told and not ENGINE & imported(told)
+        assert f"using the service at {service.address}" in told and not ENGINE & imported(told)
         out, told = await said("chat", stdin="hello\n")
         assert service.address in told and not ENGINE & imported(told)
         assert service.batcher.requests[-1].request.messages[-1].content == "hello"  # type: ignore[index]
@@ -285,7 +285,7 @@ def test_a_user_without_a_home_is_told_what_has_no_place_and_all_else_goes_on(
     assert CliRunner().invoke(app, ["config"]).exit_code == 0
     assert "no service is running" in CliRunner().invoke(app, ["stats"]).stderr
     refused = CliRunner().invoke(app, ["keys", "new"])
-    assert refused.exit_code == 2 and "there is no home folder to keep them in" in refused.stderr
+    assert refused.exit_code == 2 and "this user has no home folder" in refused.stderr
     assert CliRunner().invoke(app, ["keys", "new", str(tmp_path / "keys")]).exit_code == 0
 
 

@@ -23,7 +23,7 @@ def refusal(*arguments: str) -> str:
     [
         (("--router", "prefix"), "router: there are no replicas"),
         (("--fleet", "mine"), "fleet: there are no replicas"),
-        (("--replicas", "2", "--max-replicas", "3"), "replicas: either a number or"),
+        (("--replicas", "2", "--max-replicas", "3"), "replicas: set either --replicas, or"),
         (("--min-replicas", "3", "--max-replicas", "2"), "replicas: from 3 to 2 is no range"),
     ],
 )

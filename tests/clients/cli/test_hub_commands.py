@@ -27,7 +27,7 @@ def genbatch(server: HubServer, home: Path, *arguments: str) -> "subprocess.Comp
 def test_a_model_is_pulled_listed_and_removed(tmp_path: Path) -> None:
     with HubServer("someone/model", FILES) as server:
         pulled = genbatch(server, tmp_path, "pull", "someone/model")
-        assert (pulled.returncode, pulled.stdout) == (0, "someone/model is here\n"), pulled.stderr
+        assert (pulled.returncode, pulled.stdout) == (0, "someone/model is downloaded\n"), pulled.stderr
         assert "download" in pulled.stderr.lower()
         [listed] = genbatch(server, tmp_path, "list").stdout.splitlines()
         assert listed.split()[0] == "someone/model" and "0.1 MB" in listed and "used just now" in listed
@@ -42,7 +42,7 @@ def test_a_model_is_pulled_listed_and_removed(tmp_path: Path) -> None:
         unknown = genbatch(server, tmp_path, "pull", "no/body")
         assert unknown.returncode == 2 and "no/body" in unknown.stderr and "refused it" in unknown.stderr
         local = genbatch(server, tmp_path, "pull", "smollm2")
-        assert local.returncode == 2 and "pull is for Hugging Face ids" in local.stderr
+        assert local.returncode == 2 and "pull downloads Hugging Face ids" in local.stderr
 
 
 @pytest.mark.parametrize(

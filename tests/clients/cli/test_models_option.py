@@ -49,9 +49,9 @@ def test_a_directory_has_models_with_the_options_of_the_service(tmp_path: Path) 
         ("[one]\nn_ctx = 5", "models: a table with a key `model`"),
         ('[one]\nmodel = "a"\nn_ctx = "many"', "n_ctx: .*table one"),
         ('[one]\nmodel = "a"\nn_cxt = 5', "n_cxt: there is no such option .*did you mean n_ctx"),
-        ('[one]\nmodel = "a"\nhttp = ":80"', "http: is no option of one model"),
+        ('[one]\nmodel = "a"\nhttp = ":80"', "http: is not an option of a single model"),
         ('[one]\nmodel = "a"\nn_parallel = 0', "n_parallel: must be at least 1, not 0 .*table one"),
-        ("[one", "models: .* is no TOML"),
+        ("[one", "models: .* is not TOML"),
     ],
 )
 def test_a_mistake_in_the_file_is_named_with_its_place(tmp_path: Path, text: str, message: str) -> None:
@@ -69,7 +69,7 @@ def test_mistakes_of_the_command_line_are_told() -> None:
     for value in (float("nan"), float("inf")):
         with pytest.raises(OptionError, match="keep_alive"):
             ServiceOptions(keep_alive=value)
-    with pytest.raises(UsageError, match="two models are called a"):
+    with pytest.raises(UsageError, match="two models have the name a"):
         _check_several(ENGINE, ServiceOptions(engine="process"), FleetFlags(), ["a", "a"])
     assert name_of(EngineOptions(model_path="./x/small.gguf")) == "small"
 

@@ -55,7 +55,7 @@ def test_a_target_out_of_reach_is_said(bench: str) -> None:
         (["--n-ctx", "100"], "n_ctx: 100 positions"),
         (["--plot", "plan.unknown"], "plot: plan.unknown"),
         (["--trace", "missing.jsonl"], "No such file"),
-        (["--trace", "missing.jsonl", "--seed", "3"], "seed: only of a made trace"),
+        (["--trace", "missing.jsonl", "--seed", "3"], "seed: only for a generated trace"),
         (["--bench", "missing.json"], "missing.json: No such file"),
     ],
 )
