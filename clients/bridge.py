@@ -1,11 +1,11 @@
-"""The bridge to trio: clients that are written for trio, used from asyncio and from plain threads.
+"""The bridge to trio: use clients that are written for trio from asyncio and from threads.
 
-    asyncio task --TrioThread.run--> portal --> trio task of the client, on a thread of its own
+    asyncio task --TrioThread.run--> portal --> trio task of the client, on trio's thread
                  <--- call_soon_threadsafe ---
 
-Every client has two faces here. `AsyncCalls` is for trio and asyncio: on trio a method runs where it is called, on
-asyncio it runs on the bridge's thread. `BlockingClient` is for programs without an event loop. Cancelling an asyncio
-task, or leaving a stream's body, cancels the trio task, which frees the sequence.
+AsyncCalls are for trio and asyncio: on trio a method runs in the calling task, on asyncio it runs on the bridge's
+thread. A BlockingClient is for programs without an event loop. Cancelling an asyncio task, or leaving a stream's body,
+cancels the trio task, which frees the sequence.
 """
 
 import asyncio
@@ -28,12 +28,12 @@ from genbatch.proto.errors import GenbatchError
 from genbatch.proto.messages import GenerateRequest, Token
 
 T = TypeVar("T")
-# Tokens of a stream that the bridge holds for a reader before it reads no more of them.
+# The most unread tokens of a stream; then the bridge waits for the reader.
 WINDOW = 256
 
 
 def runs_on_asyncio() -> bool:
-    """Whether the caller is a task of asyncio."""
+    """Return whether the caller is a task of asyncio."""
     try:
         return sniffio.current_async_library() == "asyncio"
     except sniffio.AsyncLibraryNotFoundError:
@@ -41,9 +41,9 @@ def runs_on_asyncio() -> bool:
 
 
 class ForeignStream(CallResult):
-    """The tokens of a stream that runs on trio's thread, for a reader on another.
+    """The tokens of a stream on trio's thread, for a reader on another thread.
 
-    `feed` runs on trio. `changed` is called there, and wakes the reader.
+    `feed` runs on trio, and calls `changed` to wake the reader.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class ForeignStream(CallResult):
         self._token: trio.lowlevel.TrioToken | None = None
 
     async def feed(self, opening: AbstractAsyncContextManager[Any]) -> None:
-        """Reads a stream to its end; waits while `WINDOW` tokens have not been read."""
+        """Read a stream to its end; wait while `WINDOW` tokens are unread."""
         self._token = trio.lowlevel.current_trio_token()
         try:
             async with opening as source:
@@ -60,21 +60,23 @@ class ForeignStream(CallResult):
                     self.push(token)
                     while len(self.tokens) >= WINDOW:
                         self._room = trio.Event()
-                        if len(self.tokens) >= WINDOW:  # else the reader came first, and sets nothing
+                        if (
+                            len(self.tokens) >= WINDOW
+                        ):  # checked again, since the reader may have made room before it saw the event
                             await self._room.wait()
                 self.finish(source.result)
         except GenbatchError as error:
             self.fail(error)
 
     def cut(self, done: "Future[None]") -> None:
-        """Ends the stream where `feed` has ended without the final, such as with the client."""
+        """End the stream after `feed` has ended without the final, for example with the client."""
         if self.final is None:
             fault = None if done.cancelled() else done.exception()
             self.final = outcome.Error(fault or ClientClosed())
             self.changed()
 
     def take(self) -> Token:
-        """The next token; lets `feed` go on where it waits."""
+        """Return the next token, and let a waiting `feed` continue."""
         token = self.tokens.popleft()
         if len(self.tokens) == WINDOW // 2 and self.final is None and self._token is not None:
             with suppress(trio.RunFinishedError):
@@ -86,7 +88,7 @@ class ForeignStream(CallResult):
 
 
 class AsyncioStream(ForeignStream):
-    """Read by one task of asyncio."""
+    """A stream for a task of asyncio."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +101,7 @@ class AsyncioStream(ForeignStream):
     async def __anext__(self) -> Token:
         while not self.tokens and self.final is None:
             reader = self._reader = self._loop.create_future()
-            if self.tokens or self.final is not None:  # they came before `changed` could see the reader
+            if self.tokens or self.final is not None:  # they arrived before `changed` could see the reader
                 break
             await reader
         self._reader = None
@@ -109,7 +111,7 @@ class AsyncioStream(ForeignStream):
         raise StopAsyncIteration
 
     def changed(self) -> None:
-        """Wakes the reader."""
+        """Wake the reader."""
         reader, self._reader = self._reader, None
         if reader is not None:
             self._loop.call_soon_threadsafe(_wake, reader)
@@ -121,7 +123,7 @@ def _wake(reader: "asyncio.Future[None]") -> None:
 
 
 class BlockingStream(ForeignStream):
-    """Read by one thread."""
+    """A stream for a thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,16 +142,16 @@ class BlockingStream(ForeignStream):
         raise StopIteration
 
     def changed(self) -> None:
-        """Wakes the reader."""
+        """Wake the reader."""
         self._news.set()
 
 
 class ThreadCall(Generic[T]):
-    """One call that another thread makes on trio.
+    """A call on trio from another thread.
 
     Args:
-        token: of the trio run.
-        call: what to run there.
+        token: the token of the trio run.
+        call: the function to call there.
     """
 
     def __init__(self, token: trio.lowlevel.TrioToken, call: Callable[[], Awaitable[T]]) -> None:
@@ -161,11 +163,11 @@ class ThreadCall(Generic[T]):
         self.future.add_done_callback(self._cancel)
 
     def start(self) -> None:
-        """Starts the task; runs on trio."""
+        """Start the task; runs on trio."""
         trio.lowlevel.spawn_system_task(self._run, name=self._call, context=self._context)
 
     async def _run(self) -> None:
-        """Never raises an error: one in a system task would end trio. A cancellation from trio's end passes."""
+        """Run the call, and raise only a cancellation: an error in a system task would end trio."""
         try:
             with self._scope:
                 try:
@@ -173,13 +175,13 @@ class ThreadCall(Generic[T]):
                 except trio.Cancelled:
                     raise
                 except BaseException as error:
-                    with suppress(InvalidStateError):  # the caller cancelled it meanwhile
+                    with suppress(InvalidStateError):  # the caller has cancelled the future
                         self.future.set_exception(error)
                 else:
                     with suppress(InvalidStateError):
                         self.future.set_result(value)
         finally:
-            self.future.cancel()  # does nothing to one that is done
+            self.future.cancel()  # has no effect on a finished future
 
     def _cancel(self, done: "Future[T]") -> None:
         if done.cancelled():
@@ -188,19 +190,19 @@ class ThreadCall(Generic[T]):
 
 
 class TrioThread:
-    """Starts calls on a trio event loop that runs on a thread of its own.
+    """Starts calls on a trio event loop on another thread.
 
-    A portal's own `start_task_soon` makes the caller's thread wait for a turn of trio's. This does not.
+    Unlike a portal's `start_task_soon`, this does not block the calling thread for a turn of trio.
 
     Args:
-        portal: of the thread.
+        portal: the portal of the thread.
     """
 
     def __init__(self, portal: BlockingPortal) -> None:
         self._token = portal.call(trio.lowlevel.current_trio_token)
 
     def start(self, call: Callable[..., Awaitable[T]], *args: Any) -> "Future[T]":
-        """Starts a call on trio; cancelling the future cancels it.
+        """Start a call on trio; cancelling the future cancels the call.
 
         Raises:
             ClientClosed: the thread has ended.
@@ -213,12 +215,12 @@ class TrioThread:
         return job.future
 
     async def run(self, call: Callable[..., Awaitable[T]], *args: Any) -> T:
-        """Awaits a call on trio; cancelling the task cancels it there."""
+        """Await a call on trio; cancelling the task cancels the call."""
         return await asyncio.wrap_future(self.start(call, *args))
 
     @asynccontextmanager
     async def stream(self, opening: AbstractAsyncContextManager[Any]) -> AsyncIterator[AsyncioStream]:
-        """A stream of trio's, read on asyncio; leaving the body cancels it."""
+        """Open a trio stream for asyncio; leaving the body cancels the stream."""
         stream = AsyncioStream()
         feeding = self.start(stream.feed, opening)
         feeding.add_done_callback(stream.cut)
@@ -230,9 +232,9 @@ class TrioThread:
 
 @asynccontextmanager
 async def hosted(manager: AbstractAsyncContextManager[T]) -> AsyncIterator[tuple[TrioThread, T]]:
-    """Enters a context manager of trio's from asyncio, on a thread that ends with the body.
+    """Enter a context manager of trio from asyncio, on a thread that ends with the body.
 
-    Where the manager's own tasks fail, the body is cancelled and their error is raised.
+    If the manager's own tasks fail, the body is cancelled and their error is raised.
     """
     thread = start_blocking_portal("trio", name="genbatch-trio")
     portal = thread.__enter__()  # takes a millisecond
@@ -252,12 +254,12 @@ async def hosted(manager: AbstractAsyncContextManager[T]) -> AsyncIterator[tuple
                 portal.start_task_soon(hosting.leave.set)
     finally:
         portal.start_task_soon(portal.stop, True)
-        # Joining waits: in another thread, so that the event loop goes on meanwhile.
+        # Joining blocks, so it runs on another thread.
         await _to_the_end(asyncio.to_thread(thread.__exit__, None, None, None))
 
 
 class Hosting:
-    """A context manager of trio's that stays open until `leave` is set."""
+    """Keeps a context manager of trio open until `leave` is set."""
 
     def __init__(self, manager: AbstractAsyncContextManager[Any]) -> None:
         self.ready: Future[Any] = Future()
@@ -265,13 +267,13 @@ class Hosting:
         self._manager = manager
 
     async def run(self) -> None:
-        """Enters it, makes `ready` known, and leaves it when told to."""
+        """Enter the context manager, set `ready`, and exit after `leave`."""
         async with self._manager as value:
             self.ready.set_result(value)
             await self.leave.wait()
 
     def ended(self, done: "Future[None]") -> None:
-        """Where `run` ended before it was ready, `ready` has the error."""
+        """Set the error of `ready`, if `run` has ended before it was ready."""
         if not self.ready.done():
             fault = None if done.cancelled() else done.exception()
             self.ready.set_exception(fault or ClientClosed())
@@ -279,7 +281,7 @@ class Hosting:
 
 @asynccontextmanager
 async def _cancelled_with(running: "Future[None]") -> AsyncIterator[None]:
-    """Cancels the body when `running` ends first, and waits for its end after the body."""
+    """Cancel the body if `running` ends first; after the body, wait for the end of `running`."""
     loop, body = asyncio.get_running_loop(), asyncio.current_task()
     assert body is not None
     is_leaving = has_failed = False
@@ -302,7 +304,7 @@ async def _cancelled_with(running: "Future[None]") -> AsyncIterator[None]:
 
 
 async def _to_the_end(work: Awaitable[T]) -> T:
-    """Awaits something that must not be left half done; a cancellation that comes meanwhile is raised afterwards."""
+    """Await work that must be finished; a cancellation meanwhile is raised afterwards."""
     future = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not future.done():
@@ -318,9 +320,9 @@ async def _to_the_end(work: Awaitable[T]) -> T:
 
 
 class AsyncCalls(Client):
-    """A `Client` on trio and asyncio; a subclass has `_ask` and `_open_stream` as they are on trio."""
+    """A `Client` on trio and asyncio; a subclass implements `_ask` and `_open_stream` for trio."""
 
-    _thread: TrioThread | None = None  # where the calls run, on asyncio
+    _thread: TrioThread | None = None  # runs the calls if the caller is on asyncio
 
     async def ask(self, request: msgspec.Struct) -> Any:
         """See `Client.ask`."""
@@ -344,11 +346,11 @@ class AsyncCalls(Client):
 
 
 class BlockingClient(SyncClient):
-    """A `SyncClient` over a client of trio's on another thread.
+    """A `SyncClient` over a trio client on another thread.
 
     Args:
-        thread: where trio runs.
-        client: runs there.
+        thread: the thread of trio.
+        client: the client on that thread.
     """
 
     def __init__(self, thread: TrioThread, client: AsyncCalls) -> None:
