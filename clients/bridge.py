@@ -60,9 +60,7 @@ class ForeignStream(CallResult):
                     self.push(token)
                     while len(self.tokens) >= WINDOW:
                         self._room = trio.Event()
-                        if (
-                            len(self.tokens) >= WINDOW
-                        ):  # checked again, since the reader may have made room before it saw the event
+                        if len(self.tokens) >= WINDOW:  # the reader may have made room meanwhile
                             await self._room.wait()
                 self.finish(source.result)
         except GenbatchError as error:

@@ -64,7 +64,7 @@ def test_a_mistake_in_the_file_is_named_with_its_place(tmp_path: Path, text: str
 def test_mistakes_of_the_command_line_are_told() -> None:
     with pytest.raises(OptionError, match="models: cannot read"):
         models_on_demand(Path("/no/such/file"), ENGINE, BATCHER, 300.0)
-    with pytest.raises(OptionError, match="models: goes with engine process"):
+    with pytest.raises(OptionError, match="models: needs engine = process"):
         ServiceOptions(models="x", engine="thread")
     for value in (float("nan"), float("inf")):
         with pytest.raises(OptionError, match="keep_alive"):
