@@ -123,7 +123,7 @@ def test_with_nothing_said_serve_takes_the_options_defaults() -> None:
         ("system_prompts = 'one'", ["system_prompts", "valid array"]),
         ("engine = 'cloud'", ["engine", "'process' or 'thread'"]),
         ("limits = 3", ["limits", "line 1"]),
-        ("n_ctx = ?", ["config", "no TOML", "line 1"]),
+        ("n_ctx = ?", ["config", "not TOML", "line 1"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
