@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from genbatch.actors.security.key_files import KeyFileError
@@ -124,7 +125,8 @@ def list_tenants(directory: Directory = None) -> None:
     for heading in ("NAME", "KEY", "TOKEN"):
         table.add_column(heading, no_wrap=True)
     for tenant in _store(directory).tenants():
-        table.add_row(tenant.name, tenant.public_key or "-", "yes" if tenant.has_token else "-")
+        # A key may have brackets, which are markup for rich.
+        table.add_row(escape(tenant.name), escape(tenant.public_key or "-"), "yes" if tenant.has_token else "-")
     Console(soft_wrap=True).print(table)
 
 

@@ -39,6 +39,12 @@ def test_what_is_made_is_what_service_and_client_read(home: Path) -> None:
     assert TokenFile(home / "tokens").tenant(token) is None
 
 
+def test_a_key_with_brackets_is_listed_in_full() -> None:
+    key = "[arGRMl{S]qM/Abn$?7/cD)fL0w<gTAZ=J%mu?HW"  # to rich, its beginning is markup
+    assert run("new").exit_code == run("authorise", "bob", key).exit_code == 0
+    assert key in run("list").stdout
+
+
 def test_another_folder_may_be_named(tmp_path: Path, home: Path) -> None:
     folder = tmp_path / "elsewhere"
     made = run("new", str(folder))

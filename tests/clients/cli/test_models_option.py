@@ -45,8 +45,8 @@ def test_a_directory_has_models_with_the_options_of_the_service(tmp_path: Path) 
     ("text", "message"),
     [
         ("", "models: there is no model in"),
-        ("one = 5", "models: a table with a key `model`"),
-        ("[one]\nn_ctx = 5", "models: a table with a key `model`"),
+        ("one = 5", "models: each model needs a table with the key `model`"),
+        ("[one]\nn_ctx = 5", "models: each model needs a table with the key `model`"),
         ('[one]\nmodel = "a"\nn_ctx = "many"', "n_ctx: .*table one"),
         ('[one]\nmodel = "a"\nn_cxt = 5', "n_cxt: there is no such option .*did you mean n_ctx"),
         ('[one]\nmodel = "a"\nhttp = ":80"', "http: is not an option of a single model"),
