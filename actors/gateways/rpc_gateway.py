@@ -81,7 +81,7 @@ RETRY_AFTER_FULL_MS = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
+class HelloRules:
     """How the client of a connection gets in.
 
     Args:
@@ -95,7 +95,7 @@ class Admission:
     on_sense: Callable[[], None] = lambda: None
 
 
-OPEN_TO_ALL = Admission()
+NO_HELLO = HelloRules()
 
 
 class RPCConnection:
@@ -107,7 +107,7 @@ class RPCConnection:
         host: hosts the calls' tasks.
         room: bounds its unfinished messages, together with other connections.
         peer: its name and its account.
-        admission: how its client gets in.
+        rules: how its client gets in.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class RPCConnection:
         *,
         room: MessageRoom,
         peer: Peer,
-        admission: Admission = OPEN_TO_ALL,
+        rules: HelloRules = NO_HELLO,
     ) -> None:
         self.client = peer.name
         self._peer = peer
@@ -128,10 +128,10 @@ class RPCConnection:
         self._dispatcher = dispatcher
         self._calls = host
         self._room = room
-        self._authenticate = admission.authenticate
-        self._asks_for_hello = admission.asks_for_hello or admission.authenticate is not None
+        self._authenticate = rules.authenticate
+        self._asks_for_hello = rules.asks_for_hello or rules.authenticate is not None
         self._hello_by = trio.current_time() + HELLO_S
-        self._on_sense = admission.on_sense
+        self._on_sense = rules.on_sense
         self._token = ""
         self._outbox = Outbox()
         self._mail = trio.Event()  # set when the outbox has a message
@@ -447,7 +447,7 @@ class RPCGateway:
                     secured = await self._secured(stream)
                     if secured is None:
                         return
-                    admission = Admission(
+                    rules = HelloRules(
                         authenticate,
                         # guard: a hello first, over TCP
                         asks_for_hello=stream.socket.family != socket.AF_UNIX,
@@ -455,7 +455,7 @@ class RPCGateway:
                     )
                     peer = Peer(f"rpc:{next(self._names)}", account_of_socket(stream.socket))
                     connection = RPCConnection(
-                        secured, self._dispatcher, self._calls, room=self._room, peer=peer, admission=admission
+                        secured, self._dispatcher, self._calls, room=self._room, peer=peer, rules=rules
                     )
                     await self._host(connection, seat)
         except Exception:  # a bug of ours ends one connection, not the gateway
