@@ -21,7 +21,6 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """
 
     type: Literal["text", "json_object", "json_schema"]
-    # Any JSON; only `grammar_of` reads it.
     schema: dict[str, Any] | str | None = None
 
 
@@ -37,7 +36,6 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     name: str
     description: str | None = None
-    # Any JSON object.
     parameters: dict[str, Any] | None = None
     strict: bool = False
 
@@ -227,7 +225,6 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     reasoning: bool = False
     reasoning_effort: Effort | None = None
     max_thinking_tokens: int | None = None
-    # Their types are the template's.
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool = False
     keep_stop: bool = False
