@@ -134,15 +134,15 @@ typedef struct {
     int32_t pad;
 } recurrence;
 
-/* Keys and values of all heads are made of one row of a token, its latent; see latent.c. `qkv` gives the queries, or the row
- * that `queries` makes them of, then the rotated elements of the key, then the latent. In a head's query the rotated elements
- * come last. */
+/* Compressed keys and values: the keys and values of all heads are linear functions of a token's latent; see latent.c. A row of
+ * `qkv` has the queries (or the input of `queries`), then the rotated elements of the key, then the latent. In a head's query
+ * the rotated elements come last. */
 typedef struct {
     linear queries; /* without outputs if `qkv` gives the queries */
-    norm query_norm, norm; /* of the row that `queries` reads, and of the latent */
-    const linear *meet, *give; /* [num_heads]: from a query to what meets latents; from latents to a value */
-    int32_t query_rank, rank; /* elements of that row, or 0, and of the latent */
-    int32_t rotated, plain; /* elements of a head's query that are rotated, and the others */
+    norm query_norm, norm; /* of the input of `queries`, and of the latent */
+    const linear *meet, *give; /* [num_heads]: K^T, which queries are multiplied by; V, which sums of latents are multiplied by */
+    int32_t query_rank, rank; /* elements of the input of `queries` (0: none), and of the latent */
+    int32_t rotated, plain; /* elements of a head's query: rotated, and not rotated */
     int32_t value_dim; /* of a head */
     float eps; /* of both norms */
 } latent;

@@ -1,21 +1,21 @@
-/* Attention over compressed keys and values: a token caches one row, its latent, of which the keys and values of all heads
- * are made.
+/* Attention over compressed keys and values (MLA): the cache holds one row for each token, its latent. The keys and values of
+ * all heads are linear functions of it.
  *
- * score(head) = query . (K latent) = (K^T query) . latent, so each head's query is multiplied by its K^T (`meet`) and meets the
- * latents themselves. Its value is V (sum of weights x latents), so one product with V (`give`) follows the sum. For the
- * cache there is one KV head: its key is what is rotated, then the latent, and its value is the latent. */
+ * score(head) = query . (K latent) = (K^T query) . latent, so each head's query is multiplied by its K^T (`meet`), and scores
+ * need only the latents. A head's output is V (sum of weights x latents), so one product with V (`give`) follows the sum. The
+ * cache has one KV head: its key is the rotated elements and the latent, its value is the latent. */
 #include <string.h>
 
 #include "step.h"
 
-/* Each head's part of some rows: head h of row i is x[index[i] * pitch + h * step ..], `size` floats. `index` may be NULL. */
+/* Heads within rows: head h of row i is the `size` floats from x[index[i] * pitch + h * step] on. `index` may be NULL. */
 typedef struct {
     const float *x;
     int64_t pitch, step, size;
     const int64_t *index;
 } head_rows;
 
-/* out[i * pitch + h * step ..] = linears[h] of head h of row i; all linears have one form. */
+/* Multiplies head h of each row by linears[h]; row i goes to out[i * pitch + h * step]. All linears have the same format. */
 static void heads_phases(worker *w, const linear *linears, int64_t count, const head_rows *s, float *out, int64_t pitch,
                          int64_t step)
 {

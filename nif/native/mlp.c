@@ -107,7 +107,7 @@ static void expert_join_phase(worker *w, const layer *l, float *x, int64_t count
     phase_end(w);
 }
 
-/* Applies the activation whose numbers are the layer's own. */
+/* Applies xIELU, which has parameters for each layer. */
 static void xielu_phase(worker *w, const layer *l, int64_t count)
 {
     int64_t from, to;

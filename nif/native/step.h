@@ -96,7 +96,7 @@ static inline float *row_of_thread(const worker *w)
     return w->engine->work.scratch + w->thread * w->engine->work.scratch_size + PANEL * COLUMNS;
 }
 static const norm no_norm = {NULL, NULL};
-/* Returns the operand of a linear beside others: it begins after `at` elements, whole groups. */
+/* Returns the operand of one of several linears: it begins after `at` elements, which are whole groups. */
 rows operand_at(const engine *, const linear *, int64_t at, int64_t count);
 void prepare_phase(worker *, const linear *, int64_t count, const source *); /* makes the rows for a linear */
 /* Does the same for a linear of a layer, and multiplies the rows by their adapters' A. */

@@ -61,7 +61,7 @@ static int64_t lay_out(const model *m, const step *s, int threads, uint8_t *memo
     w->x = take(&to, T * m->hidden, sizeof(float));
     w->qkv = take(&to, T * pitch, sizeof(float));
     w->attended = take(&to, T * width, sizeof(float));
-    w->heads = take(&to, T * heads, sizeof(float));
+    w->heads = take(&to, count * heads, sizeof(float));
     w->kept = take(&to, R * m->hidden, sizeof(float));
     w->branch = take(&to, count * m->hidden, sizeof(float));
     w->inputs = take(&to, T * m->layer_embedding.width, sizeof(float));
