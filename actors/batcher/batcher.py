@@ -95,6 +95,13 @@ class Batcher(BatcherParts):
         handle = _MESSAGES.get(type(message))
         if handle is not None:
             handle(self, message)
+        if self._is_telling:
+            # First tokens leave before the threads of the next step take all cores: one turn of the event loop wakes
+            # the tasks that send them, and they have sent at the end of the next.
+            await trio.lowlevel.cancel_shielded_checkpoint()
+            await trio.lowlevel.cancel_shielded_checkpoint()
+            self._is_telling = False
+            self._stepped()
 
     # Calls
 
@@ -148,7 +155,9 @@ class Batcher(BatcherParts):
         finally:  # the record must contain the step that ends the engine
             self._flight.stepped(message)
         if has_ended:
-            self._stepped()
+            self._is_telling = isinstance(message, Stepped) and message.has_first_tokens
+            if not self._is_telling:
+                self._stepped()
 
     def _caller_left(self, message: Down) -> None:
         request = self.requests.find(message.monitor)

@@ -99,6 +99,11 @@ class Stepped:
     batch: list[Planned]
     result: outcome.Outcome[list[Evaluated]]
 
+    @property
+    def has_first_tokens(self) -> bool:
+        """Whether a sequence has its first token from this step; call this after `book`."""
+        return any(planned.owner.num_generated == 1 for planned in self.batch)
+
     def book(self, stepping: Stepping) -> bool:
         """Book the step; return whether no work is left."""
         return stepping.stepped(self.batch, self.result)

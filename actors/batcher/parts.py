@@ -85,6 +85,7 @@ class BatcherParts(GenServer):
         self._window_ends = 0.0
         self._turn_began = 0.0  # arrival time of the current message, on the event loop's clock
         self._arrived = 0.0  # arrival time of the latest request
+        self._is_telling = False  # whether first tokens are on their way to their callers; then the next tick waits
         self._deadline: Timer | None = None  # the next deadline; running steps check deadlines themselves
         self._runs_ahead = self.options.async_batching and self.options.record is None
         self._draining = Draining(lambda: len(self.requests), self.send_after)

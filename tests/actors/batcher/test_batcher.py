@@ -240,6 +240,32 @@ async def test_callers_that_go_on_coming_keep_nobody_waiting_for_longer_than_the
 
 
 @pytest.mark.trio
+async def test_a_first_token_is_read_before_the_next_step_begins(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The threads of a step take all cores: a task that is to send the token would wait for one."""
+    async with batcher(tiny_model("llama")) as bench, trio.open_nursery() as nursery:
+        told = trio.Event()
+        order: list[str] = []
+        begin = bench.actor.stepper.begin
+
+        def noted(*args: Any, **options: Any) -> None:
+            order.append("begin")
+            begin(*args, **options)
+
+        async def read() -> None:
+            await told.wait()
+            await trio.lowlevel.checkpoint()
+            order.append("read")
+
+        monkeypatch.setattr(bench.actor.stepper, "begin", noted)
+        nursery.start_soon(read)
+        await wait_all_tasks_blocked()
+        await bench.generate(lambda _: told.set(), prompt="a", max_tokens=3)
+    assert order == ["begin", "read", "begin"]
+
+
+@pytest.mark.trio
 async def test_a05_a_full_batch_starts_at_once(tiny_model: TinyModel, mock_clock: MockClock) -> None:
     async with batcher(tiny_model("llama"), batch_size=3, batch_timeout=1e6) as bench:
         results = await gather(bench, [{"prompt": f"p{i}"} for i in range(3)])
