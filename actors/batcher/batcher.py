@@ -96,8 +96,8 @@ class Batcher(BatcherParts):
         if handle is not None:
             handle(self, message)
         if self._is_telling:
-            # First tokens leave before the threads of the next step take all cores: one turn of the event loop wakes
-            # the tasks that send them, and they have sent at the end of the next.
+            # First tokens leave before the threads of the next step take all cores. The tasks that send them run in the
+            # event loop's next turn, at any place in it; the turn after that is later than all of them.
             await trio.lowlevel.cancel_shielded_checkpoint()
             await trio.lowlevel.cancel_shielded_checkpoint()
             self._is_telling = False

@@ -355,7 +355,8 @@ class EngineSession:
         with suppress(trio.BrokenResourceError, trio.ClosedResourceError):  # the gateway's end ends the session
             while True:
                 await self._news.wait()
-                await self._parent_knows.wait()
+                if not self._parent_knows.is_set():  # `wait` would give up this turn of the event loop in any case
+                    await self._parent_knows.wait()
                 self._news = trio.Event()
                 # Results follow the tokens that belong to them.
                 messages = [tokens_message(self._rows), *self._messages] if self._rows else self._messages

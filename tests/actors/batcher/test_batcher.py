@@ -255,7 +255,6 @@ async def test_a_first_token_is_read_before_the_next_step_begins(
 
         async def read() -> None:
             await told.wait()
-            await trio.lowlevel.checkpoint()
             order.append("read")
 
         monkeypatch.setattr(bench.actor.stepper, "begin", noted)
