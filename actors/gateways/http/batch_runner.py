@@ -26,12 +26,12 @@ logger = logging.getLogger(__name__)
 
 
 async def post(app: ASGIApp, path: str, body: bytes, state: dict[str, Any]) -> tuple[int, bytes]:
-    """The status and the body that the application answers a POST with.
+    """Return the status and the body of the application's answer to a POST.
 
     Args:
-        path: of the endpoint.
+        path: the path of the endpoint.
         body: JSON.
-        state: what the server hands to the application.
+        state: the state of the ASGI scope.
     """
     received = [{"type": "http.request", "body": body, "more_body": False}]
     status, answer = 0, bytearray()

@@ -202,7 +202,7 @@ class HTTPCalls:
         return answer
 
     async def health(self) -> Health:
-        """How the service is; "down" if it does not say so in time."""
+        """Return the health of the service; "down" if it does not answer in time."""
         with trio.move_on_after(HEALTH_TIMEOUT_S):
             answer = await self._call("health", {}, OURSELVES)
             assert isinstance(answer, Health)
@@ -263,7 +263,7 @@ class OpenCalls:
 MAX_BODY_BYTES = REQUEST_LIMITS.max_bytes
 # Seconds for a whole body to arrive.
 BODY_TIMEOUT_S = 30.0
-# Paths that tell nothing and do nothing. A page cannot show a token before it is loaded.
+# Paths without a token: they reveal and change nothing, and a page is loaded before it can send a token.
 OPEN_PATHS = frozenset(
     (
         *("/", "/chat.js", "/chat.css", "/events.js", "/compare", "/playground.css", "/playground.js", "/chart.js"),
@@ -273,15 +273,15 @@ OPEN_PATHS = frozenset(
 
 
 class Front:
-    """Stands in front of `app`.
+    """The ASGI application in front of the endpoints.
 
     Args:
         app: the endpoints.
-        authenticate: the name that goes with a token, or None; None lets everybody in.
-        only_loopback: the address is one of this machine's own, so that any other host's name in a request is a trick
-            of a web page, whose server has made its name mean this machine.
-        hosts: names that are no such trick; where there are some, no others are taken.
-        origins: whose pages may use the service although it is not theirs.
+        authenticate: returns the tenant of a token, or None for an unknown token; None admits every client.
+        only_loopback: whether the address is a loopback address. Another host name in a request is then an attack by a
+            web page with a server that resolves its name to this machine (DNS rebinding).
+        hosts: allowed host names; if there are any, other names are refused.
+        origins: origins of other sites with pages that may use the service.
     """
 
     def __init__(
@@ -300,7 +300,7 @@ class Front:
         self._origins = frozenset(origin.rstrip("/").lower() for origin in origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Lets a request through, or answers it."""
+        """Pass a request to the endpoints, or answer it."""
         origin = Headers(scope=scope).get("origin")
         if origin is not None and origin.lower() in self._origins:
             send = _open_to(origin, send)
@@ -319,8 +319,10 @@ class Front:
             await self._app(scope, receive, send)
 
     def _caller(self, scope: Scope) -> HTTPCaller:
-        """Raises:
-        Forbidden, Unauthenticated: the headers say that this is not for us, or from a stranger.
+        """Return the caller of a request.
+
+        Raises:
+            Forbidden, Unauthenticated: the headers name another host or origin, or no known token.
         """
         headers = Headers(scope=scope)
         host = headers.get("host", "")
@@ -343,8 +345,10 @@ class Front:
         return HTTPCaller(client, tenant)
 
     def _check_host(self, host: str, path: str) -> None:
-        """Raises:
-        Forbidden: a page whose server has made its name mean this machine may have sent the request.
+        """Check the Host header.
+
+        Raises:
+            Forbidden: the host name is not allowed; it may be DNS rebinding.
         """
         name = _without_port(host)
         if is_loopback(name) or name.lower() in self._hosts:
@@ -352,7 +356,7 @@ class Front:
         # guard: names that lead to this machine
         if self._only_loopback:
             wanted = "localhost, 127.0.0.1 or [::1]"
-        elif self._hosts and path != "/health":  # probes name the address that they were given
+        elif self._hosts and path != "/health":  # probes use the address of the machine
             wanted = ", ".join(sorted(self._hosts))
         else:
             return
@@ -360,7 +364,7 @@ class Front:
 
 
 def _open_to(origin: str, send: Send) -> Send:
-    """Adds to each answer that pages of this origin may read it."""
+    """Return a `send` that allows pages of this origin to read each response."""
     more = [(b"access-control-allow-origin", origin.encode("latin-1", "replace")), (b"vary", b"origin")]
 
     async def send_open(message: Message) -> None:
@@ -372,7 +376,7 @@ def _open_to(origin: str, send: Send) -> Send:
 
 
 def _allow(headers: Headers) -> Response:
-    """The answer to a browser that asks what a page of an allowed origin may send; it shows no token for that."""
+    """Return the response to a browser's preflight request, which has no token."""
     wanted = headers.get("access-control-request-headers", "authorization, content-type")
     allowed = {
         "access-control-allow-methods": "GET, POST, DELETE",
@@ -383,7 +387,7 @@ def _allow(headers: Headers) -> Response:
 
 
 def _host_of(origin: str) -> str | None:
-    """HOST:PORT of an Origin header; None if it is no address."""
+    """Return HOST:PORT of an Origin header; None if it is not an address."""
     try:
         return urlsplit(origin).netloc
     except ValueError:
@@ -396,11 +400,11 @@ def _without_port(host: str) -> str:
 
 
 async def _read(receive: Receive) -> bytes:
-    """The whole body.
+    """Return the whole body.
 
     Raises:
-        FrameTooLarge: it has too many bytes.
-        Refusal: it does not arrive, or is malformed.
+        FrameTooLarge: the body has too many bytes.
+        Refusal: the body does not arrive in time.
     """
     parts: list[bytes] = []
     size = 0
