@@ -285,6 +285,37 @@ _TOKENIZER_KEYS = {
     "padding_token_id": "pad_token_id",
     "add_space_prefix": "add_prefix_space",
 }
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+_CHINESE = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_WORDS = {
+    **dict.fromkeys(("glm4", "chatglm-bpe"), (_LLAMA3,)),
+    **dict.fromkeys(("hunyuan", "stablelm2"), (_LLAMA3.replace("{1,3}", ""),)),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK3),
+    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CHINESE, r"\p{N}"),
+    "deepseek-llm": (
+        r"[\r\n]",
+        r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
+        "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+        r"\s+$",
+        _CHINESE,
+        r"\p{N}+",
+    ),
+    "seed-coder": (_LLAMA3.replace("{1,3}", "").replace(r"[^\s\p{L}\p{N}]+[\r\n]*", r"[^\s\p{L}\p{N}\r\n]+"),),
+    **dict.fromkeys(
+        ("smollm", "command-r", "starcoder", "refact", "codeshell", "exaone"),
+        (r"\p{N}", r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"),
+    ),
+}
+"""By tokenizer.ggml.pre, how text is split before merges, where transformers has no entry: it would split as GPT-2."""
 _SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 
 
@@ -319,10 +350,23 @@ def gguf_tokenizer(file: GgufFile) -> "PreTrainedTokenizerBase":
     fast: Any = PreTrainedTokenizerFast
     try:
         backend, more = reader.convert_gguf_tokenizer(file.architecture, described)
+        if described.get("tokenizer_type") == "gpt2":
+            _split_words(backend, described.get("pre_tokenizer_type"))
         tokenizer: PreTrainedTokenizerBase = fast(tokenizer_object=backend, **{**settings, **more})
     except Exception as fault:
         raise file.fault(f"its tokenizer cannot be read: {fault}") from fault
     return tokenizer
+
+
+def _split_words(backend: Any, pre: str | None) -> None:
+    """Let a tokenizer split text into the words that its merges were learned from."""
+    from tokenizers import Regex, pre_tokenizers
+
+    if pre in _WORDS:
+        splits = [pre_tokenizers.Split(Regex(words), behavior="isolated") for words in _WORDS[pre]]
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
 
 
 _HARMONY_ENDS = ("<|end|>", "<|return|>", "<|call|>")

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
+import gguf
 import pytest
 import torch
 from hypothesis import given, settings
@@ -166,6 +167,30 @@ def test_types_of_newer_files_are_refused_before_a_weight_is_read(
         options = EngineOptions(model_path=str(tmp_path / "new.gguf"), n_gpu_layers=0, runner=runner)
         with pytest.raises(ModelError, match=rf"blk\.0\.ffn_up\.weight is of type {name}"):
             load_engine(options)
+
+
+_TEXT = "I'VE 12345 a.b\n\n  中文1"
+
+
+@pytest.mark.parametrize(
+    ("pre", "words"),
+    [
+        ("glm4", ["I", "'VE", " ", "123", "45", " a", ".b", "\n\n", " ", " 中文", "1"]),
+        ("hunyuan", ["I", "'VE", " ", "1", "2", "3", "4", "5", " a", ".b", "\n\n", " ", " 中文", "1"]),
+        ("deepseek-v3", ["I", "'VE", " ", "123", "45", " a", ".b", "\n\n", "  ", "中文", "1"]),
+        ("deepseek-llm", ["I", "'", "VE", " ", "12345", " a", ".", "b", "\n", "\n", "  ", "中文", "1"]),
+        ("deepseek-coder", ["I", "'", "VE", " ", *"12345", " a", ".", "b", "\n", "\n", " ", " ", "中文", "1"]),
+        ("smollm", ["I", "'", "VE", " ", *"12345", " a", ".", "b", "\n\n ", " 中文", "1"]),
+        ("seed-coder", ["I", "'VE", " ", *"12345", " a", ".b", "\n\n", " ", " 中文", "1"]),
+        ("gpt-2", ["I", "'", "VE", " 12345", " a", ".", "b", "\n\n ", " 中文", "1"]),
+    ],
+)
+def test_text_is_split_as_the_merges_were_learned(tmp_path: Path, pre: str, words: list[str]) -> None:
+    """llama.cpp gave the same ids, with a vocabulary of which the merges cross all of these borders."""
+    write_llama(tmp_path / "m.gguf", keys={"tokenizer.ggml.pre": (pre, gguf.GGUFValueType.STRING)})
+    backend = gguf_tokenizer(GgufFile("m", tmp_path / "m.gguf")).backend_tokenizer
+    found = backend.pre_tokenizer.pre_tokenize_str(_TEXT)
+    assert [_TEXT[start:end] for _, (start, end) in found] == words
 
 
 def test_a_missing_tensor_is_named(good: bytes, tmp_path: Path) -> None:
