@@ -21,6 +21,7 @@ fill the room, the gateway accepts no new connections: a peer cannot fill more m
 import array
 import fcntl
 import logging
+import math
 import os
 import select
 import socket
@@ -52,6 +53,9 @@ SMALL = 2**16
 # Seconds between two checks while bytes arrive, and while they come faster than they are taken: libzmq reads 100,000
 # small messages in 0.01 s.
 LOOK_S, HURRY_S = 0.01, 0.001
+# Connections that are accepted each time, and the seconds for them, even if the first ones fill the room at once. The
+# queue keeps its order, so a client behind 15 others that flood gets in. Each brings at most what the kernel holds.
+LEAST_ACCEPTED, ACCEPTING_S = 16, 0.2
 # The most bytes of an honest peer in addition to messages: the handshake, and at each interval a PING and a PONG (16
 # bytes, or 82 with CURVE).
 HANDSHAKE_BYTES, HEARTBEAT_BYTES = 1024, 128
@@ -118,6 +122,7 @@ class UnfinishedMessages:
         self._unread: set[int] = set()  # connections with bytes that libzmq had not read at the last check
         self._left = 0  # the cost of whole messages that ended connections have left
         self._weight = 1.0  # of messages that were taken lately
+        self._num_accepted, self._accepts_until = 0, -math.inf  # since new connections were let in again
         self.full, self.fits = trio.Event(), trio.Event()
         self.fits.set()
         # Reports connections with new bytes, even after libzmq has read them.
@@ -138,6 +143,7 @@ class UnfinishedMessages:
             self._end(connection)
             return
         self.ended(connection)
+        self._num_accepted += 1
         self._arrived[connection] = HeldBytes(copy, since=trio.current_time())
         self._connections[copy.fileno()] = connection
         # A new connection is writable, which is an event: it is checked at once, even if bytes came before.
@@ -172,7 +178,10 @@ class UnfinishedMessages:
             self._check_full(MAX_UNFINISHED * SPARE_FOR_WHOLE)
 
     def took(self, connection: int | None, frames: Sequence[bytes]) -> None:
-        """Book a whole message that was taken; the connection is unknown if it has ended."""
+        """Book a whole message that was taken; the connection is unknown if it has ended.
+
+        A message of more bytes than the connection has sent was left by an earlier one with the same descriptor.
+        """
         size = 0
         for frame in frames:
             length = len(frame)
@@ -181,12 +190,22 @@ class UnfinishedMessages:
         weight = cost / max(1, size)
         self._weight += (weight - self._weight) / 16
         arrived = None if connection is None else self._arrived.get(connection)
-        if arrived is None:
+        if arrived is None or not self._has_read(arrived, arrived.taken + size):
             self._left -= cost if cost < self._left else self._left
             return
         # While no message waited, this message had not ended, so all bytes until then came before its end.
         arrived.taken = max(arrived.taken + size, arrived.settled)
         arrived.since, arrived.weight = trio.current_time(), weight
+
+    def has_read(self, connection: int, num_bytes: int) -> bool:
+        """Return whether libzmq has read so many bytes of a connection; True if the connection is not watched."""
+        arrived = self._arrived.get(connection)
+        return arrived is None or self._has_read(arrived, num_bytes)
+
+    def _has_read(self, arrived: HeldBytes, num_bytes: int) -> bool:
+        if arrived.read < num_bytes:
+            arrived.read = max(arrived.read, bytes_read(arrived.copy)[0])
+        return arrived.read >= num_bytes
 
     def emptied(self) -> None:
         """Note that all whole messages were taken."""
@@ -283,9 +302,10 @@ class UnfinishedMessages:
         if (self._has_unread() and self._queued() > (room // 2 if is_full else room)) == is_full:
             return
         if is_full:
+            self._num_accepted, self._accepts_until = 0, trio.current_time() + ACCEPTING_S
             self.full = trio.Event()
             self.fits.set()
-        else:
+        elif self._num_accepted >= LEAST_ACCEPTED or trio.current_time() > self._accepts_until:
             logger.warning("more messages wait than fit, so new ZeroMQ connections are not accepted for now")
             self.fits = trio.Event()
             self.full.set()

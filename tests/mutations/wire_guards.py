@@ -1,6 +1,14 @@
 """What stands between a client's bytes and the service: sizes, ranges, msgids, credit, leases, bounds."""
 
-from tests.mutations.mutation import Mutation, always, argument_becomes, dropped, never, value_becomes
+from tests.mutations.mutation import (
+    Mutation,
+    always,
+    argument_becomes,
+    dropped,
+    never,
+    value_becomes,
+    without_operand,
+)
 
 DOORS = "actors/gateways/http/test_doors.py"
 CAPS = ("proto/test_messages.py::test_the_operator_sets_the_caps",)
@@ -238,6 +246,15 @@ WIRE_GUARDS = (
         never,
         ("actors/gateways/test_connection_limit.py::test_a_newcomer_pushes_out_the_one_that_was_silent_longest",),
         "a flood of connections takes every descriptor",
+    ),
+    Mutation(
+        "leftovers beside a new connection",
+        without_operand(1),
+        (
+            "actors/gateways/test_zeromq_endless.py::"
+            "test_messages_that_an_ended_connection_left_do_not_end_a_client_that_has_said_nothing_yet",
+        ),
+        "a flood that has ended cuts off the next client with its descriptor",
     ),
     Mutation(
         "half messages of strangers",

@@ -283,6 +283,24 @@ async def test_messages_that_an_ended_connection_left_do_not_end_the_calls_of_th
         assert (await hear(honest))[:3] == [1, 1, None]
 
 
+async def test_messages_that_an_ended_connection_left_do_not_end_a_client_that_has_said_nothing_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(zeromq_guard, "MAX_MESSAGES_AT_ONCE", 50)
+    async with listening("tcp://127.0.0.1:*", Security()) as (_, gateway), dealer(gateway.address) as newcomer:
+        connections = gateway._guard.connections
+        while not len(connections):
+            await a_moment()
+        (connection,) = connections._open
+        left = [b"\0" + bytes(4), b"x" * 100]
+        connections.unfinished._left = cost = 200 * (102 + unfinished_messages.FRAME_COST)
+        for _ in range(200):
+            gateway._receive(Signed("", connection, left))
+        assert connection in connections
+        assert connections.unfinished._left < cost // 50  # they count as what they are
+        assert (await ask(newcomer, [0, 1, "generate", [{"prompt": "a b"}]]))[3]["text"] == "ab"
+
+
 async def test_a_frame_that_claims_a_gibibyte_ends_its_connection_before_it_comes() -> None:
     async with listening("tcp://127.0.0.1:*", Security()) as (_, gateway), dealer(gateway.address) as honest:
         before = resident_bytes()
