@@ -119,7 +119,7 @@ def _call_rules(calls: Calls, written: _Marks, *, is_mixed: bool) -> list[str]:
     rules = _tool_rules(calls, written)
     more = f"{{0,{MAX_FORCED_CALLS - 1}}}" if calls.several else None
     between = ""
-    if format.closes:
+    if format.closes and not format.listed:
         body = f'"\\n" tool "\\n" {written(format.closes)}'
         call, between = f"{opens} {body}", '"\\n"'
     elif format.shape is Shape.NAMED_JSON:
@@ -128,7 +128,8 @@ def _call_rules(calls: Calls, written: _Marks, *, is_mixed: bool) -> list[str]:
     elif format.bare:
         body, call, more = "tool", "tool", None
     else:
-        body = '"[" tool' + (f' (", " tool){more}' if more else "") + ' "]"'
+        closes = f" {written(format.closes)}" if format.closes else ""
+        body = '"[" tool' + (f' (", " tool){more}' if more else "") + f' "]"{closes}'
         call, more = f"{opens} {body}", None
     rules.append(f"call: {call}")
     if not is_mixed:

@@ -14,7 +14,13 @@ from genbatch.nif.text.detokenizer import TokenizerError, raised
 from genbatch.nif.text.response_template import HARMONY, THINKING, checked_template, known_template
 from genbatch.nif.text.templates import ChatTemplateError, Rendering, TemplateRenderer
 from genbatch.nif.text.tokenizer_process import Encoding, TokenizerProcess, decoder_expressions, unchecked
-from genbatch.nif.text.tools import ToolFormat, plain_conversation, thinking_tags, tool_format
+from genbatch.nif.text.tools import (
+    ToolFormat,
+    plain_conversation,
+    thinking_tags,
+    tool_format,
+    with_calls_in_text,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -250,7 +256,9 @@ class Tokenizer:
     @property
     def tool_format(self) -> ToolFormat:
         """Return the format of calls in the chat template."""
-        return tool_format(self._template() if self.knows_tools else "")
+        if not self.knows_tools:
+            return tool_format("")
+        return tool_format(self._template(), lambda mark: self.backend.token_to_id(mark) is not None)
 
     @property
     def thinks(self) -> bool:
@@ -360,6 +368,9 @@ class Tokenizer:
                 for index, conversation in enumerate(conversations)
             ]
             tools = ()
+        elif not self.template_reads("tool_calls"):
+            format = self.tool_format
+            conversations = [with_calls_in_text(conversation, format) for conversation in conversations]
         rendering = self.renderer.start(
             self._template_name(has_tools=bool(tools)),
             conversations,

@@ -48,6 +48,7 @@ class ToolFormat:
         closes: the mark that closes a call; "" means the end of the answer.
         bare: the first character of an answer of calls only, without a mark.
         key: the name of the arguments in a JSON call.
+        listed: whether all calls stand between the marks as one JSON list.
         detect: texts that a chat template with this format contains, all of them.
     """
 
@@ -57,6 +58,7 @@ class ToolFormat:
     closes: str = ""
     bare: str = ""
     key: str = "arguments"
+    listed: bool = False
     detect: tuple[str, ...] = ()
 
     @property
@@ -67,15 +69,18 @@ class ToolFormat:
 
 
 HERMES = ToolFormat("hermes", Shape.JSON, ("<tool_call>",), "</tool_call>", detect=("<tool_call>",))
+LFM2 = ToolFormat(
+    "lfm2", Shape.PYTHONIC, ("<|tool_call_start|>",), "<|tool_call_end|>", "[", detect=("<|tool_call_start|>",)
+)
 # The first matching format is used, so narrower formats come first.
 FORMATS = (
     ToolFormat("qwen-xml", Shape.XML, ("<tool_call>",), "</tool_call>", detect=("<tool_call>", "<function=")),
     HERMES,
     ToolFormat("mistral-args", Shape.NAMED_JSON, ("[TOOL_CALLS]",), detect=("[TOOL_CALLS]", "[ARGS]")),
     ToolFormat("mistral", Shape.JSON, ("[TOOL_CALLS]",), detect=("[TOOL_CALLS]",)),
-    ToolFormat(
-        "pythonic", Shape.PYTHONIC, ("<|tool_call_start|>",), "<|tool_call_end|>", "[", detect=("<|tool_call_start|>",)
-    ),
+    ToolFormat("nemotron", Shape.JSON, ("<TOOLCALL>",), "</TOOLCALL>", listed=True, detect=("<TOOLCALL>",)),
+    ToolFormat("olmo", Shape.PYTHONIC, ("<function_calls>",), "</function_calls>", detect=("<function_calls>",)),
+    LFM2,
     ToolFormat("pythonic", Shape.PYTHONIC, ("<|python_start|>",), "<|python_end|>", "[", detect=("<|python_start|>",)),
     ToolFormat(
         "gemma",
@@ -88,12 +93,17 @@ FORMATS = (
 )
 
 
-def tool_format(template: str) -> ToolFormat:
-    """Return the format of calls in a chat template; Hermes' format if no known format matches."""
+def tool_format(template: str, is_token: Callable[[str], bool] = lambda mark: False) -> ToolFormat:
+    """Return the format of calls in a chat template; Hermes' format if no known format matches.
+
+    Args:
+        is_token: whether a mark is one token of the model. Templates of LFM2 and LFM2.5 show the tools and never a
+            call, so only the vocabulary tells their format.
+    """
     for known in FORMATS:
         if all(mark in template for mark in known.detect):
             return known
-    return HERMES
+    return LFM2 if is_token(LFM2.opens[0]) else HERMES
 
 
 class ThinkingTags(NamedTuple):
@@ -126,8 +136,12 @@ THINKING_TAGS = (
 
 
 def thinking_tags(template: str) -> ThinkingTags | None:
-    """Return the tags around thinking that a chat template contains; None if it contains no known tags."""
-    return next((tags for tags in THINKING_TAGS if tags.opens in template and tags.closes in template), None)
+    """Return the tags around thinking that a chat template contains; None if it contains no known tags.
+
+    LFM2.5's template only cuts off what stands before </think>: its model opens the thinking itself.
+    """
+    known = next((tags for tags in THINKING_TAGS if tags.opens in template and tags.closes in template), None)
+    return THINK if known is None and THINK.closes in template else known
 
 
 @dataclass(slots=True)
@@ -456,11 +470,14 @@ class _JSONCalls:
 
 
 def _whole_calls(body: str) -> list[tuple[str, str]] | None:
-    """Parse JSON calls with another order of members or with arguments in a string; None if the text is no call."""
+    """Parse JSON calls with another order of members or with arguments in a string; None if the text is no call.
+
+    A call may also be a dictionary of Python, since some chat templates show one: {'name': 'f', 'arguments': {}}.
+    """
     try:
         value = json.loads(body)
     except (ValueError, RecursionError):
-        return None
+        value = _python_value(body)
     calls = []
     for entry in value if isinstance(value, list) else [value]:
         if not isinstance(entry, dict):
@@ -495,30 +512,64 @@ def _read_xml(body: str, schemas: Mapping[str, Any]) -> _Calls:
 
 
 def _typed(text: str, schema: object) -> Any:
-    """Convert an unquoted value by its schema: JSON unless the schema says string."""
+    """Convert an unquoted value by its schema: JSON, or as Python writes it, unless the schema says string."""
     wanted = schema.get("type") if isinstance(schema, dict) else None
     if wanted == "string":
         return text
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        return text
+        value = None if wanted is None else _python_value(text)
+        return text if value is None and text.strip() != "None" else value
+
+
+# What evaluating Python's literals raises.
+_NOT_PYTHON = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
+
+
+def _python_value(text: str) -> Any:
+    """Return the value of a literal of Python that JSON can express, too; None if the text is something else."""
+    try:
+        value = ast.literal_eval(text.strip()) if len(text) <= MAX_HELD else None
+        json.dumps(value, allow_nan=False)
+    except _NOT_PYTHON:
+        return None
+    return value
+
+
+class _JSONWords(ast.NodeTransformer):
+    """Replaces true, false and null, which JSON within a call has."""
+
+    _VALUES: Mapping[str, bool | None] = {"true": True, "false": False, "null": None}
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(self._VALUES[node.id]) if node.id in self._VALUES else node
 
 
 def _read_pythonic(body: str, schemas: Mapping[str, Any]) -> _Calls:
+    """Parse calls in a list, in lines, or, as LFM2 writes on request, in JSON."""
     try:
-        tree = ast.parse(body.strip(), mode="eval").body
-        nodes = tree.elts if isinstance(tree, ast.List | ast.Tuple) else [tree]
         calls: _Calls = []
-        for node in nodes:
-            if not isinstance(node, ast.Call) or node.args:
-                return []
-            arguments = {word.arg: ast.literal_eval(word.value) for word in node.keywords if word.arg is not None}
-            json.dumps(arguments, allow_nan=False)
-            calls.append((ast.unparse(node.func), arguments))
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        for line in ast.parse(body.strip()).body:
+            tree = line.value if isinstance(line, ast.Expr) else None
+            for node in tree.elts if isinstance(tree, ast.List | ast.Tuple) else [tree]:
+                if not isinstance(node, ast.Call) or node.args:
+                    return _read_json(body)
+                words = {word.arg: _JSONWords().visit(word.value) for word in node.keywords if word.arg is not None}
+                arguments = {name: ast.literal_eval(value) for name, value in words.items()}
+                json.dumps(arguments, allow_nan=False)
+                calls.append((ast.unparse(node.func), arguments))
+    except _NOT_PYTHON:
         return []
     return calls
+
+
+def _read_json(body: str) -> _Calls:
+    """Parse calls in JSON, of which arguments in a string are JSON as well."""
+    try:
+        return [(name, dict(json.loads(arguments))) for name, arguments in _whole_calls(body) or ()]
+    except (ValueError, TypeError, RecursionError):
+        return []
 
 
 _CALLED = re.compile(r"\s*call:([\w.-]+)\s*(?=\{)")
@@ -633,6 +684,28 @@ def plain_conversation(
         else:
             turns.insert(0, {"role": "system", "content": offer})
     return turns
+
+
+def with_calls_in_text(messages: Sequence[Mapping[str, Any]], format: ToolFormat) -> list[dict[str, Any]]:
+    """Write earlier calls into their messages' texts, for a chat template that shows tools but no calls."""
+    return [
+        {**message, "content": _called(message.get("content") or "", message["tool_calls"], format)}
+        if message.get("tool_calls")
+        else dict(message)
+        for message in messages
+    ]
+
+
+def _called(content: str, calls: Sequence[Mapping[str, Any]], format: ToolFormat) -> str:
+    """Return a message's text with its calls, as its model writes them."""
+    functions = [call["function"] for call in calls]
+    if format is not LFM2:
+        return "\n".join(filter(None, [content, *map(_hermes, functions)]))
+    written = (
+        f"{function['name']}({', '.join(f'{name}={value!r}' for name, value in function['arguments'].items())})"
+        for function in functions
+    )
+    return f"{LFM2.opens[0]}[{', '.join(written)}]{LFM2.closes}{content}"
 
 
 def _hermes(call: Mapping[str, Any]) -> str:

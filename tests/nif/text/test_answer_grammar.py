@@ -48,6 +48,7 @@ def written_in(format: ToolFormat, arguments: str = '{"city": "</tool_call>]"}')
         "hermes": f"<tool_call>\n{call}\n</tool_call>",
         "mistral": f"[TOOL_CALLS][{call}]",
         "mistral-args": f"[TOOL_CALLS]f[ARGS]{arguments}",
+        "nemotron": f"<TOOLCALL>[{call}]</TOOLCALL>",
         "llama3": call,
     }[format.name]
 
@@ -134,14 +135,14 @@ def test_calls_that_are_forced_may_be_thought_about_first() -> None:
     assert not accepts(grammar, THINKING) and not accepts(grammar, THINKING + "So")
 
 
-@pytest.mark.parametrize("name", ["gemma", "lfm", "qwen-xml"])
+@pytest.mark.parametrize("name", ["gemma", "lfm2", "qwen-xml"])
 def test_free_calls_are_opened_by_a_mark_and_text_matches_its_format(name: str) -> None:
     calls = calls_of(FORMAT[name], free=True)
     grammar = grammar_for(calls, has_format=True)
     answer = "json_schema", '{"type": "array"}'
     written = {
         "gemma": "<start_function_call>call:f{city:<escape>x<escape>}<end_function_call>",
-        "lfm": "<|tool_call_start|>[f(city='x')]<|tool_call_end|>",
+        "lfm2": "<|tool_call_start|>[f(city='x')]<|tool_call_end|>",
         "qwen-xml": "<tool_call>\n<function=f>\n<parameter=city>\nx\n</parameter>\n</function>\n</tool_call>",
     }[name]
     assert accepts(grammar, written, answer) and accepts(grammar, "[1, 2]", answer)

@@ -20,7 +20,7 @@ from genbatch.nif.text.tools import (
     tool_format,
 )
 
-FORMAT = {format.name: format for format in FORMATS} | {"lfm": FORMATS[4]}
+FORMAT = {format.name: format for format in FORMATS}
 TOOLS = [{"function": {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}}]
 # format, what the model writes, text, thinking, calls
 CASES: list[tuple[str, str, str, str, list[tuple[str, Any]]]] = [
@@ -53,8 +53,8 @@ CASES: list[tuple[str, str, str, str, list[tuple[str, Any]]]] = [
     ),
     ("pythonic", '[f(a="x", b=[1, 2]), m.g()]', "", "", [("f", {"a": "x", "b": [1, 2]}), ("m.g", {})]),
     ("pythonic", "[1, 2]", "[1, 2]", "", []),
-    ("lfm", '<|tool_call_start|>[f(a="x")]<|tool_call_end|>Done.', "Done.", "", [("f", {"a": "x"})]),
-    ("lfm", "<|tool_call_start|>[f(__import__('os'))]<|tool_call_end|>",
+    ("lfm2", '<|tool_call_start|>[f(a="x")]<|tool_call_end|>Done.', "Done.", "", [("f", {"a": "x"})]),
+    ("lfm2", "<|tool_call_start|>[f(__import__('os'))]<|tool_call_end|>",
      "<|tool_call_start|>[f(__import__('os'))]<|tool_call_end|>", "", []),
     ("gemma", "<start_function_call>call:f{a:<escape>x,}<escape>,b:{c:1,d:[true,<escape>y<escape>]}}"
      "<end_function_call>", "", "", [("f", {"a": "x,}", "b": {"c": 1, "d": [True, "y"]}})]),
@@ -177,7 +177,7 @@ def test_tags_of_one_model_come_before_those_of_many() -> None:
         ("[TOOL_CALLS]", "mistral"),
         ("[TOOL_CALLS][ARGS]", "mistral-args"),
         ('ipython {"name": x, "parameters": y}', "llama3"),
-        ("<|tool_call_start|>", "pythonic"),
+        ("<|tool_call_start|>", "lfm2"),
         ("<start_function_call>", "gemma"),
         ("unheard of", "hermes"),
     ],
