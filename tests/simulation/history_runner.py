@@ -19,6 +19,9 @@ LARGEST = 10.0  # logit; all others are 0
 BEGIN = 1  # the hash of no tokens
 _MODULUS = 2**31 - 1
 _UNWRITTEN = (-1, -1, -1)
+STATE = "state"  # in the place of a window: a recurrent group
+_NO_STATE = 1 << 40  # at positions of a recurrent group that do not end their block
+Windows = Sequence[int | str | None]
 
 
 class EngineDies(BaseException):
@@ -66,6 +69,7 @@ class HistoryRunner:
     Args:
         is_short: asked at each step of several sequences; true: there is not enough memory for it.
         windows: of each layer group; None: it attends to all positions. At least 2, as the hash is read one back.
+            STATE: it is recurrent, and has the hash at each block's end only.
         sink_tokens: first positions in sight beside every window.
     """
 
@@ -78,13 +82,16 @@ class HistoryRunner:
     def __init__(
         self,
         is_short: Callable[[], bool] = lambda: False,
-        windows: Sequence[int | None] = (None,),
+        windows: Windows = (None,),
         sink_tokens: int = 0,
     ) -> None:
         self._is_short = is_short
-        sinks = [0 if window is None else sink_tokens for window in windows]
-        pairs = enumerate(zip(windows, sinks, strict=True))
-        self.groups = tuple(LayerGroup((layer,), window, kept) for layer, (window, kept) in pairs)
+        self.groups = tuple(
+            LayerGroup((layer,), window, sink_tokens)
+            if isinstance(window, int)
+            else LayerGroup((layer,), recurs=window == STATE)
+            for layer, window in enumerate(windows)
+        )
 
     def bytes_per_block(self, group: int, block_size: int) -> int:
         return 24 * block_size
@@ -108,15 +115,18 @@ class HistoryRunner:
             kv = self._kv[group]
             values: list[int | None] = []
             for table, (start, end) in zip(tables, pairwise(starts), strict=True):
-                value = self._hash_before(group, table, positions[start])
+                recurs = self.groups[group].recurs
+                hash_before = self._recur if recurs else self._hash_before
+                value = hash_before(group, table, positions[start])
                 for index in range(start, end):
                     value = hash_with(value, tokens[index])
-                    kv[slots[index]] = (tokens[index], positions[index], value)
+                    kept = _NO_STATE if recurs and (positions[index] + 1) % self._block_size else value
+                    kv[slots[index]] = (tokens[index], positions[index], kept)
                 rows = [index for index in range(start, end) if index in wanted]
-                values += [self._read(group, table, positions[index] + 1) for index in rows]
+                read = self._read_state if recurs else self._read
+                values += [read(group, table, positions[index] + 1) for index in rows]
             of_groups.append(values)
-        values = of_groups[0]
-        assert all(others == values for others in of_groups), "layer groups have seen different histories"
+        values = [_agreed(of_row) for of_row in zip(*of_groups, strict=True)]
         # Not before the KV is written: a step that fails must leave no trace all the same.
         if DIE in tokens:
             raise EngineDies
@@ -152,6 +162,29 @@ class HistoryRunner:
         block, offset = divmod(position - 1, self._block_size)
         return self._kv[group][table[block] * self._block_size + offset][2]
 
+    def _recur(self, group: int, table: Sequence[int], position: int) -> int:
+        """The hash before a position: from the state at the end of the block before its own, and its own block."""
+        kv, size, block = self._kv[group], self._block_size, position // self._block_size
+        value = BEGIN
+        if block:
+            _, written_for, value = kv[table[block - 1] * size + size - 1]
+            assert written_for == block * size - 1 and value < _NO_STATE, "a state belongs to another"
+        for at in range(block * size, position):
+            token, written_for, _ = kv[table[block] * size + at % size]
+            assert written_for == at, "a position holds what belongs to another"
+            value = hash_with(value, token)
+        return value
+
+    def _read_state(self, group: int, table: Sequence[int], length: int) -> int | None:
+        """The hash of the first `length` positions, as a recurrent layer computes it for the last of them."""
+        position = length - 1
+        block, offset = divmod(position, self._block_size)
+        token, written_for, state = self._kv[group][table[block] * self._block_size + offset]
+        value = hash_with(self._recur(group, table, position), token)
+        assert written_for == position, "a position holds what belongs to another"
+        assert state in (value, _NO_STATE), "a state is not that of its block's end"
+        return None if token == NAN else value
+
     def _read(self, group: int, table: Sequence[int], length: int) -> int | None:
         """The hash of the first `length` positions of a sequence, from those that its last one attends to."""
         window = self.groups[group].window
@@ -179,6 +212,13 @@ class HistoryRunner:
             assert written_for == position and written_after == value, "a position holds what belongs to another"
             is_poisoned = is_poisoned or token == NAN
         return None if is_poisoned else value
+
+
+def _agreed(values: Sequence[int | None]) -> int | None:
+    """A row's hash, which all groups have; None if one of them still reads poison."""
+    read = {value for value in values if value is not None}
+    assert len(read) < 2, "layer groups have seen different histories"
+    return None if None in values else values[0]
 
 
 class LoopingRunner(HistoryRunner):

@@ -63,11 +63,12 @@ def test_the_crowds_that_are_tried_meet_everything_in_every_company(model: Model
         is_lockstep = options.batching_type is BatchingType.V1
         company = "V1" if is_lockstep else options.scheduler_policy.value
         groups = crowd.open_runner().groups if crowd.open_runner is not None else ()
-        windows = [group.window for group in groups]
+        windows = [group.window for group in groups if not group.recurs]
         kinds = {
             "windows": any(windows),
             "sinks": any(group.sink_tokens for group in groups),
             "mixed groups": any(windows) and None in windows,
+            "states": any(group.recurs for group in groups),
             "odd blocks": crowd.memory["block_size"] in (3, 5),
             "configured": bool(options.system_prompts),
             "noticed": any(one.request.messages is not None for one in crowd.asked),

@@ -29,7 +29,15 @@ from genbatch.nif.context import Context
 from genbatch.nif.models.loaded_model import Model
 from genbatch.proto.messages import ModelsRequest, Result
 from tests.simulation.faults import Faults
-from tests.simulation.history_runner import FIRST_PLAIN, VOCAB, ChoosingHistoryRunner, EngineDies, HistoryRunner
+from tests.simulation.history_runner import (
+    FIRST_PLAIN,
+    STATE,
+    VOCAB,
+    ChoosingHistoryRunner,
+    EngineDies,
+    HistoryRunner,
+    Windows,
+)
 from tests.simulation.pipe import End, pair
 from tests.simulation.seeded_loop import run_seeded
 from tests.simulation.sim_client import SimClient
@@ -42,6 +50,8 @@ LIVENESS_S = 3600.0
 REST_S = 60.0
 # Faults stop after so many seconds at most. Everything that is open then must end within FINALS_S seconds.
 FAULTS_S, FINALS_S = 20.0, 300.0
+# Layer groups of a world, by the seed. A row that reads poison is NaN in all of a model's layers.
+GROUPS: tuple[Windows, ...] = ((None,), (None, STATE), (None,), (6, None, STATE))
 # A request is paused twice, more often only while there is nobody else to pause; so often it never happened.
 MAX_PAUSES = 12
 
@@ -106,6 +116,7 @@ class World:
         self._jump_rate = self.rng.choice((0.0, 0.1))
         self._jumped_s = 0.0
         self._runner_type = self.rng.choice((HistoryRunner, ChoosingHistoryRunner))
+        self._windows = GROUPS[seed % len(GROUPS)]
         self._of_fleet = life is not None
         if life is not None:
             self.rng = random.Random(f"{seed} {life}")
@@ -333,8 +344,8 @@ class World:
 
         return Context(
             self.model,
-            self._runner_type(is_short),
-            num_blocks=[self._num_blocks],
+            self._runner_type(is_short, self._windows),
+            num_blocks=[self._num_blocks] * len(self._windows),
             n_parallel=self.options.n_parallel,
             n_held=self.options.max_held_prompts,
             n_batch=self.options.max_batch_tokens,

@@ -2,7 +2,9 @@
 
 The plain model knows each sequence's tokens. Block contents are simulated as what was written to each slot: the
 token together with a digest of all tokens before it, as a real key and value depend on them. After every rule, what
-is read through a block table must be the sequence's own, at every position that a next token attends to.
+is read through a block table must be the sequence's own, at every position that a next token attends to. A recurrent
+group has that digest at the end of each block only; its other slots hold a token each. So a next token reads the end
+of the block before its own, and all of its own block.
 """
 
 from collections.abc import Sequence
@@ -27,6 +29,7 @@ from tests.nif.kv.reading import num_evicted
 _NUM_SEQUENCES = 4
 _BLOCK_SIZE = 3
 _GARBAGE = -1
+STATE = "state"  # in the place of a window: a recurrent group
 _PROMPTS = [[7] * 20, [7] * 5 + [8] * 15, list(range(20))]
 _KEYS = [b"", b"tenant"]
 
@@ -35,14 +38,16 @@ _chunks = st.lists(st.integers(0, 1), min_size=1, max_size=8)
 
 
 class KVCacheMachine(RuleBasedStateMachine):
-    windows: Sequence[int | None] = (None,)
+    windows: Sequence[int | str | None] = (None,)
     sink_tokens = 0  # of those that have a window
     allow_block_sharing = True
 
     @initialize(num_blocks=st.integers(4, 16))
     def start(self, num_blocks: int) -> None:
         groups = [
-            LayerGroup((index,), window, 0 if window is None else self.sink_tokens)
+            LayerGroup((index,), window, self.sink_tokens)
+            if isinstance(window, int)
+            else LayerGroup((index,), recurs=window == STATE)
             for index, window in enumerate(self.windows)
         ]
         self.kv = KVCache(
@@ -202,11 +207,14 @@ class KVCacheMachine(RuleBasedStateMachine):
             assert self.kv.length(seq_id) == len(tokens)
             assert list(self.kv.tokens(seq_id)) == tokens
             for group, window in enumerate(self.windows):
-                first = 0 if window is None else max(0, len(tokens) - window + 1)
+                if window == STATE:
+                    first = max(0, len(tokens) // _BLOCK_SIZE * _BLOCK_SIZE - 1)
+                else:
+                    first = max(0, len(tokens) - window + 1) if isinstance(window, int) else 0
                 sinks = min(self.kv.groups[group].sink_tokens, first)
                 for p0, p1 in ((0, sinks), (first, len(tokens))):
                     slots = self.kv.slots(group, seq_id, p0, p1)
-                    expected = [_content(tokens, position) for position in range(p0, p1)]
+                    expected = [self._content(group, tokens, position) for position in range(p0, p1)]
                     assert [self.slots[group][slot] for slot in slots] == expected
 
     def teardown(self) -> None:
@@ -242,7 +250,7 @@ class KVCacheMachine(RuleBasedStateMachine):
                 for position, slot in zip(
                     range(n_past, len(whole)), self.kv.slots(group, seq_id, n_past, len(whole)), strict=True
                 ):
-                    self.slots[group][slot] = _content(whole, position) if succeed else _GARBAGE
+                    self.slots[group][slot] = self._content(group, whole, position) if succeed else _GARBAGE
         if succeed:
             reservation.commit(None if kept is None else list(kept.values()))
             for seq_id, tokens in (chunks if kept is None else kept).items():
@@ -252,6 +260,11 @@ class KVCacheMachine(RuleBasedStateMachine):
                     assert all(len(self.kv.block_table(g, seq_id)) == blocks for g in range(len(self.windows)))
         else:
             reservation.rollback()
+
+    def _content(self, group: int, tokens: Sequence[int], position: int) -> int:
+        """What a group has at a position, which depends on all tokens up to it, or on that token alone."""
+        is_state = self.windows[group] != STATE or (position + 1) % _BLOCK_SIZE == 0
+        return hash(tuple(tokens[: position + 1])) if is_state else tokens[position]
 
     def _read(self, group: int, block: int) -> list[int]:
         return [self.slots[group].get(block * _BLOCK_SIZE + offset, _GARBAGE) for offset in range(_BLOCK_SIZE)]
@@ -265,10 +278,6 @@ class KVCacheMachine(RuleBasedStateMachine):
             [list(self.kv.tokens(seq_id)) for seq_id in seq_ids],
             self.kv.free_blocks,
         )
-
-
-def _content(tokens: Sequence[int], position: int) -> int:
-    return hash(tuple(tokens[: position + 1]))
 
 
 class UnsharedMachine(KVCacheMachine):
@@ -287,6 +296,15 @@ class WindowedMachine(KVCacheMachine):
     windows = (4,)
 
 
+class StatesMachine(KVCacheMachine):
+    windows = (STATE,)
+
+
+class AllKindsMachine(KVCacheMachine):
+    windows = (None, 5, STATE)
+    sink_tokens = 2
+
+
 class SinksMachine(KVCacheMachine):
     windows = (3, None, 1)
     sink_tokens = 2
@@ -294,7 +312,10 @@ class SinksMachine(KVCacheMachine):
 
 @pytest.mark.parametrize(
     "machine",
-    [KVCacheMachine, UnsharedMachine, TwoFullGroupsMachine, MixedWindowsMachine, WindowedMachine, SinksMachine],
+    [
+        *(KVCacheMachine, UnsharedMachine, TwoFullGroupsMachine, MixedWindowsMachine, WindowedMachine, SinksMachine),
+        *(StatesMachine, AllKindsMachine),
+    ],
 )
 def test_h07_h11_h12_no_sequence_ever_reads_or_leaks_another_ones_blocks(
     machine: type[KVCacheMachine],
