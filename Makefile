@@ -152,8 +152,14 @@ SEED ?= 1
 drawn: $(VENV)/.test
 	$(BIN)/python -m tests.mutations.drawn --count $(COUNT) --seed $(SEED) $(ARGS)
 
-# What the tests run a slice of: ten million allocator operations, a million steps of the cache's state machines.
-long: $(VENV)/.test
+# Prompts drawn by seed, with the prefix cache and without it, over families of every kind: bit for bit.
+CUTS ?= 10000
+.PHONY: cuts
+cuts: $(VENV)/.test
+	$(BIN)/python -m tests.nif.native.cuts --cuts $(CUTS)
+
+# What the tests run a slice of: ten million allocator operations, a million steps of the cache's state machines, cuts.
+long: $(VENV)/.test cuts
 	$(BIN)/python -m tests.nif.kv.allocator_run --operations 10000000
 	$(BIN)/pytest -q --hypothesis-profile=long tests/nif/kv/test_kv_cache_machine.py
 
