@@ -58,6 +58,16 @@ def write_llama(
     return path.read_bytes()
 
 
+def put_tokenizer(writer: gguf.GGUFWriter, size: int) -> None:
+    """A vocabulary of `size` tokens without meaning; 2 is the end of sequence."""
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(["t", "0", "<e>", "t0", *(f"t{i}" for i in range(4, size))])
+    writer.add_token_types([1, 1, 3] + [1] * (size - 3))
+    writer.add_token_merges(["t 0"])
+    writer.add_eos_token_id(2)
+
+
 def batch_of(tokens: list[int], num_groups: int = 1) -> RaggedBatch:
     """One sequence in blocks of 16, at most four."""
     count = len(tokens)

@@ -9,6 +9,8 @@ import gguf
 import numpy as np
 import torch
 
+from tests.nif.models.gguf_files import put_tokenizer
+
 ARCH = {
     "granite_hybrid": gguf.MODEL_ARCH.GRANITE_HYBRID,
     "granite_hybrid_dense": gguf.MODEL_ARCH.GRANITE_HYBRID,
@@ -277,13 +279,7 @@ def write_hybrid(path: Path, name: str, model: Any, kinds: dict[str, str] | None
             writer.add_float32(full, value)
         else:
             writer.add_uint32(full, value)
-    vocabulary = model.config.vocab_size
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list([f"t{i}" for i in range(vocabulary)])
-    writer.add_token_types([1] * vocabulary)
-    writer.add_token_merges(["t 0"])
-    writer.add_eos_token_id(2)
+    put_tokenizer(writer, model.config.vocab_size)
     for stored, data in tensors(name, model).items():
         kind = next((kind for end, kind in (kinds or {}).items() if stored.endswith(end)), None)
         if kind is None or data.ndim < 2:

@@ -23,7 +23,7 @@ from genbatch.nif.models.model import _merged_experts, _merged_latents
 from genbatch.nif.native.library import STORED_KINDS
 from genbatch.nif.native.model_weights import ModelWeights, RopeTables
 from genbatch.nif.native.runner import NativeRunner, native_runner
-from tests.nif.models.gguf_files import batch_of
+from tests.nif.models.gguf_files import batch_of, put_tokenizer
 
 ARCH = {
     "gemma2": gguf.MODEL_ARCH.GEMMA2,
@@ -439,6 +439,7 @@ def put_gpt_oss(writer: gguf.GGUFWriter, key: str, data: np.ndarray) -> None:
 def written(path: Path, name: str, model: Any) -> GgufFile:
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[ARCH[name]])
     put_metadata(writer, name, model.config)
+    put_tokenizer(writer, model.config.vocab_size)
     put_tensors(writer, name, model)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
