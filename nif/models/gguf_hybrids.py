@@ -89,6 +89,7 @@ _MIXER_SETTINGS = {
     "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size",
     "attention.layer_norm_rms_epsilon": "layer_norm_epsilon",
+    "attention.layer_norm_epsilon": "layer_norm_epsilon",
     "ssm.conv_kernel": "conv_kernel",
     "ssm.group_count": "n_groups",
 }
@@ -190,7 +191,7 @@ HYBRID_FAMILIES = {
         kind="falcon_h1",
         settings={**SETTINGS, **_MAMBA_SETTINGS, "ssm.inner_size": "mamba_d_ssm"},
         fixed={"mamba_norm_before_gate": False},  # the converter multiplies the factors into the weights
-        bare=_mamba_bare("mamba"),
+        bare={**_mamba_bare("mamba"), "ffn_norm": "pre_ff_layernorm.weight"},  # its name in a file has no ".weight"
         top_names={**TOP_NAMES, "output_norm": "model.final_layernorm"},
         present={"mamba_rms_norm": "blk.0.ssm_norm.weight"},
         negated_logs=("mamba.A_log",),

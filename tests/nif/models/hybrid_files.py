@@ -153,7 +153,9 @@ def _of_layer(name: str, config: Any, part: str, data: np.ndarray) -> Iterator[t
             data = _permuted(data, config.num_attention_heads if owner == "q_proj" else config.num_key_value_heads)
         stored = "post_attention_norm" if name == "qwen3_next" else "ffn_norm"
         stored = stored if module == "post_attention_layernorm" else _IN_LAYER[module]
-        yield f"{stored}.{suffix}", data.reshape(-1) if owner == "shared_expert_gate" else data
+        # llama.cpp's converter maps this name with its suffix, and so drops it.
+        full = stored if module == "pre_ff_layernorm" and name.startswith("falcon") else f"{stored}.{suffix}"
+        yield full, data.reshape(-1) if owner == "shared_expert_gate" else data
 
 
 def tensors(name: str, model: Any) -> dict[str, np.ndarray]:
@@ -226,6 +228,7 @@ def metadata(name: str, config: Any) -> dict[str, Any]:
         said |= _of_ssm(config, names, config.mamba_num_heads * config.mamba_head_dim)
         width = config.moe_intermediate_size if name.endswith("moe") else config.intermediate_size
         said["feed_forward_length"] = [width if kind in ("mlp", "moe") else 0 for kind in kinds]
+        said["attention.layer_norm_epsilon"] = float(config.layer_norm_epsilon)
     if name == "nemotron_h_moe":
         said |= {
             "expert_count": config.n_routed_experts,

@@ -261,6 +261,9 @@ def put_metadata(writer: gguf.GGUFWriter, name: str, config: Any) -> None:
     if "linear_attention" in getattr(config, "layer_types", ()):
         values["ssm.inner_size"] = config.linear_num_value_heads * config.linear_value_head_dim
         values["full_attention_interval"] = 2
+        values["attention.value_length"] = head_dim
+        pairs = values["rope.dimension_count"] // 2  # of a text, whose axes have the same positions
+        writer.add_rope_dimension_sections([pairs - pairs // 2, pairs // 2, 0, 0])
     if name == "lfm2":
         heads = values.pop("attention.head_count_kv")
         writer.add_array(f"{arch}.attention.head_count_kv", [0 if k == "conv" else heads for k in config.layer_types])
