@@ -10,17 +10,12 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from genbatch.nif.text.conversations import plain_conversation, with_calls_in_text
 from genbatch.nif.text.detokenizer import TokenizerError, raised
 from genbatch.nif.text.response_template import HARMONY, THINKING, checked_template, known_template
 from genbatch.nif.text.templates import ChatTemplateError, Rendering, TemplateRenderer
 from genbatch.nif.text.tokenizer_process import Encoding, TokenizerProcess, decoder_expressions, unchecked
-from genbatch.nif.text.tools import (
-    ToolFormat,
-    plain_conversation,
-    thinking_tags,
-    tool_format,
-    with_calls_in_text,
-)
+from genbatch.nif.text.tools import ToolFormat, thinking_tags, tool_format
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend

@@ -97,8 +97,9 @@ async def test_a_crowd_in_little_memory_gets_the_texts_of_generate(
         stats = bench.actor.stats
         if name != "mamba2":  # without attention, a sequence never needs more memory than it had at first
             assert stats.preemptions > 0 and (stats.swaps > 0) == (host_gib > 0)
+        results.append(await bench.generate(**asked[0]))  # alone, so that its run of steps has room for drafts
         assert name == "kimi_linear" or stats.drafted_tokens > stats.accepted_draft_tokens
-    for expected, result in zip(answers, results, strict=True):
+    for expected, result in zip([*answers, answers[0]], results, strict=True):
         for choice in result.choices:
             assert choice.token_ids[: len(expected)] == expected
             assert len(choice.token_ids) == TOKENS

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from genbatch.nif.text.conversations import plain_conversation
 from genbatch.nif.text.tools import (
     FORMATS,
     HERMES,
@@ -15,7 +16,6 @@ from genbatch.nif.text.tools import (
     THINKING_TAGS,
     AnswerReader,
     ThinkingTags,
-    plain_conversation,
     thinking_tags,
     tool_format,
 )
