@@ -87,7 +87,7 @@ async def test_a_crowd_in_little_memory_gets_the_texts_of_generate(
     asked = [{"token_ids": prompt, "max_tokens": TOKENS, "ignore_eos": True} for prompt in prompts]
     asked[2]["n"] = 2
     options: dict[str, Any] = {"max_batch_tokens": 16, "prompt_lookup": True, "cpu_offload_space": host_gib}
-    options |= {"batch_size": 6, "batch_timeout": 1e6}
+    options |= {"batch_size": 6, "batch_timeout": 300.0}
     async with (
         batcher(family.model, n_ctx=64, new_runner=family.new_runner, **options) as bench,
         trio.open_nursery() as others,
