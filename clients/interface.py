@@ -35,6 +35,7 @@ from genbatch.proto.messages import (
     GenerateRequest,
     Health,
     HealthRequest,
+    KeepSessionRequest,
     LoadAdapterRequest,
     LoadModelRequest,
     Message,
@@ -43,8 +44,10 @@ from genbatch.proto.messages import (
     Ranking,
     ResponseFormat,
     Result,
+    ResumeSessionRequest,
     ScoreRequest,
     Scores,
+    SessionState,
     StatsRequest,
     Token,
     TokenizeRequest,
@@ -385,6 +388,38 @@ class ClientCalls:
     def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> Call[str]:
         """Return the text of token ids, without special tokens; parts of a character become U+FFFD."""
         return Call(DetokenizeRequest(token_ids=list(token_ids), model=model), lambda answer: answer.text)
+
+    @call_of
+    def keep_session(
+        self, name: str, messages: Sequence[MessageLike], *, model: str | None = None, tenant: str = ""
+    ) -> Call[SessionState]:
+        """Keep the KV of a conversation in the service's `session_dir`, under a name; replaces a session of this name.
+
+        Args:
+            name: letters, digits, ".", "_" and "-".
+            messages: the conversation, as it was generated; what the service has no KV of is left out.
+            model, tenant: those of the conversation's requests.
+
+        Raises:
+            InvalidRequest: the name is none, or the service keeps no sessions.
+            QueueFull: too many sessions are being kept or resumed.
+            Unavailable: the disk takes nothing now.
+        """
+        plain: Any = build_tokenize(None, messages, add_special_tokens=True).messages
+        return Call(KeepSessionRequest(name=name, messages=plain, model=model, tenant=tenant), _whole)
+
+    @call_of
+    def resume_session(self, name: str, *, model: str | None = None, tenant: str = "") -> Call[SessionState]:
+        """Load a kept session, so that the next request with its conversation does not evaluate it again.
+
+        Args:
+            name, model, tenant: those that the session was kept with.
+
+        Raises:
+            InvalidRequest: there is no such session, or it is damaged, or of another model, format or block size.
+            QueueFull, Unavailable: as `keep_session`; also if there is no room for it now.
+        """
+        return Call(ResumeSessionRequest(name=name, model=model, tenant=tenant), _whole)
 
     @call_of
     def models(self) -> Call[tuple[ModelCard, ...]]:

@@ -58,6 +58,12 @@ def is_ours(path: Path) -> bool:
         return False
 
 
+def is_private(status: os.stat_result) -> bool:
+    """Return whether only this user, or root, could have written an open file in a private folder."""
+    is_own = status.st_uid in (0, os.geteuid()) and not status.st_mode & 0o022
+    return is_own and stat.S_ISREG(status.st_mode) and status.st_nlink == 1
+
+
 def check_ours(path: Path) -> None:
     """Check a path, and every folder and link on it.
 

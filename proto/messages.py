@@ -414,6 +414,50 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     model: str | None = None
 
 
+class KeepSessionRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Keep the KV of a conversation on the service's disk; answered with SessionState.
+
+    Args:
+        name: of the session, one for each tenant: letters, digits, ".", "_" and "-". A session of this name is
+            replaced.
+        messages: the conversation, as it was generated.
+        model: as `generate` takes it.
+        tenant: as `generate` takes it.
+    """
+
+    name: str
+    messages: list[Message]
+    model: str | None = None
+    tenant: str = ""
+
+
+class ResumeSessionRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Load a session that was kept, so that its conversation is not evaluated again; answered with SessionState.
+
+    Args:
+        name, model, tenant: those that the session was kept with.
+    """
+
+    name: str
+    model: str | None = None
+    tenant: str = ""
+
+
+SessionRequest = KeepSessionRequest | ResumeSessionRequest
+
+
+class SessionState(msgspec.Struct, frozen=True, kw_only=True):
+    """The size of a session.
+
+    Args:
+        positions: tokens of the conversation with their KV; 0 if the service has none, and then nothing is kept.
+        num_bytes: of its file.
+    """
+
+    positions: int
+    num_bytes: int
+
+
 # A text or a conversation, with the arguments of the chat template.
 PromptRequest = GenerateRequest | TokenizeRequest
 

@@ -37,6 +37,7 @@ from genbatch.proto.messages import (
     PromptRequest,
     ResponseFormat,
     ScoreRequest,
+    SessionRequest,
     Token,
     Tool,
     UnloadAdapterRequest,
@@ -284,6 +285,22 @@ def validate_detokenize(request: DetokenizeRequest) -> None:
     """As `validate_request`."""
     check_type(msgspec.structs.asdict(request), DetokenizeRequest)
     _check_token_ids(request.token_ids)
+
+
+_SESSION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
+
+
+def validate_session(request: SessionRequest) -> None:
+    """Check the name and the tenant of a session.
+
+    Raises:
+        InvalidRequest: the name could be a path, or a text is too long.
+    """
+    # guard: a name is no path
+    if not _SESSION_NAME.fullmatch(request.name):
+        rule = 'is 1 to 128 letters, digits, ".", "_" and "-", the first a letter or a digit'
+        raise InvalidRequest("name", f"{rule}; not {request.name[:64]!r}")
+    _check_text("tenant", request.tenant, MAX_NAME_LENGTH)
 
 
 def validate_embed(request: EmbedRequest, limits: RequestLimits) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import trio
 
 from genbatch.actors.batcher.arrivals import Compiled, Encoded, Prepared, end_complete
-from genbatch.actors.batcher.calls import AdapterReady, End, SessionRead, UnloadOver, Work, WorkEnded
+from genbatch.actors.batcher.calls import AdapterReady, End, SessionFileRead, SessionRead, UnloadOver, Work, WorkEnded
 from genbatch.actors.batcher.disk_blocks import BlocksLate, BlocksRead
 from genbatch.actors.batcher.journal import Decoded, RunEnded, StepMessage, Stepped
 from genbatch.actors.batcher.messages import DrainOver, Embed, Generate, LoadSession, SaveSession
@@ -33,14 +33,16 @@ from genbatch.actors.batcher.requests import Request, slotted
 from genbatch.actors.runtime.actor import NOREPLY, Down, From, NoReply, reply, reply_error
 from genbatch.actors.scheduling.plan import PromptBudget, SchedulerOutput
 from genbatch.actors.scheduling.request import LlmRequest
-from genbatch.proto.errors import ModelNotFound, PromptTooLong
+from genbatch.proto.errors import GenbatchError, ModelNotFound, PromptTooLong
 from genbatch.proto.messages import (
     DrainRequest,
     HealthRequest,
+    KeepSessionRequest,
     LoadAdapterRequest,
     LoadModelRequest,
     Models,
     ModelsRequest,
+    ResumeSessionRequest,
     StatsRequest,
     UnloadAdapterRequest,
 )
@@ -142,6 +144,20 @@ class Batcher(BatcherParts):
         self._touch_session(partial(self.sessions.load, message, from_))
         return NOREPLY
 
+    def _keep_session(self, request: KeepSessionRequest, from_: From[Any]) -> NoReply:
+        self._with_files(partial(self.sessions.keep, request, from_), from_)
+        return NOREPLY
+
+    def _resume_session(self, request: ResumeSessionRequest, from_: From[Any]) -> NoReply:
+        self._with_files(partial(self.sessions.resume, request, from_), from_)
+        return NOREPLY
+
+    def _with_files(self, ask: Callable[[], None], from_: From[Any]) -> None:
+        try:
+            self._touch_session(ask)
+        except GenbatchError as error:
+            reply_error(from_, error)
+
     def _drain(self, request: DrainRequest, from_: From[Any]) -> NoReply:
         self._flight.draining(request.timeout_s)
         self._draining.ask(from_, request.timeout_s)
@@ -171,6 +187,9 @@ class Batcher(BatcherParts):
         self.sessions.read(message)
         self.stepper.hurry()
         self._tick_when_idle()
+
+    def _session_file_read(self, message: SessionFileRead) -> None:
+        self._touch_session(partial(self.sessions.file_read, message))
 
     def _work_ended(self, message: WorkEnded) -> None:
         self._stepping = False
@@ -427,6 +446,8 @@ _CALLS: dict[type, Callable[[Batcher, Any, From[Any]], object]] = {
     LoadSession: Batcher._load_session,
     DrainRequest: Batcher._drain,
     **{method.request: Batcher._read_text for method in METHODS.values() if method.lane is Lane.TEXT},
+    KeepSessionRequest: Batcher._keep_session,
+    ResumeSessionRequest: Batcher._resume_session,
 }
 _MESSAGES: dict[type, Callable[[Batcher, Any], None]] = {
     Stepped: Batcher._take_step,
@@ -436,6 +457,7 @@ _MESSAGES: dict[type, Callable[[Batcher, Any], None]] = {
     Encoded: lambda batcher, message: batcher._enqueue(batcher.arrivals.encoded(message)),
     Compiled: lambda batcher, message: batcher._enqueue(batcher.arrivals.compiled(message)),
     SessionRead: Batcher._session_read,
+    SessionFileRead: Batcher._session_file_read,
     WorkEnded: Batcher._work_ended,
     BlocksRead: Batcher._blocks_read,
     BlocksLate: Batcher._blocks_late,

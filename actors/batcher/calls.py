@@ -19,6 +19,7 @@ from genbatch.actors.batcher.messages import LoadSession, SaveSession
 from genbatch.actors.batcher.open_requests import BatchState
 from genbatch.actors.batcher.prompt_reader import PromptReader, ReadJob, without_template
 from genbatch.actors.batcher.requests import HeldPrompt, Request
+from genbatch.actors.batcher.session_files import SessionFiles
 from genbatch.actors.batcher.slots import HeldPrompts
 from genbatch.actors.runtime.actor import From, Timer, reply, reply_error
 from genbatch.actors.runtime.worker import Worker
@@ -27,11 +28,14 @@ from genbatch.nif.errors import AdapterError, BatchError, OutOfBlocks
 from genbatch.nif.kv.block_pool import prefix_key
 from genbatch.nif.runner import LoraAdapter
 from genbatch.nif.text.tokenizer import ChatPrompt
-from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest, ModelNotFound, Unavailable
+from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest, ModelNotFound, QueueFull, Unavailable
 from genbatch.proto.messages import (
     DetokenizeRequest,
     Drained,
+    KeepSessionRequest,
     LoadAdapterRequest,
+    ResumeSessionRequest,
+    SessionState,
     Text,
     TokenIds,
     TokenizeRequest,
@@ -102,6 +106,7 @@ class TextCalls:
 # Milliseconds. By then, requests that hold blocks may have ended.
 RETRY_AFTER_BLOCKS_MS = 1000
 SESSION_FAULT = "the session's KV cannot be copied"
+FILE_FAULT = "the session cannot be written"
 
 Work: TypeAlias = Callable[[], Any]
 End: TypeAlias = "Callable[[outcome.Outcome[Any]], None]"
@@ -114,6 +119,7 @@ class SessionRead:
     message: SaveSession
     from_: "From[Any]"
     tokens: "outcome.Outcome[list[int]]"
+    deliver: "Callable[[outcome.Outcome[Any]], None]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +127,28 @@ class WorkEnded:
     """Work that needed the context to itself is done; `end` books the outcome."""
 
     end: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """A saved conversation: its positions, and the bytes of `seq_save`, empty without any."""
+
+    positions: int
+    state: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFileRead:
+    """The file of a session was read."""
+
+    request: ResumeSessionRequest
+    from_: "From[Any]"
+    state: "outcome.Outcome[bytes]"
+
+
+Deliver: TypeAlias = "Callable[[outcome.Outcome[Any]], None]"
+# Sessions that are being written, or read until they are in the pool: each may take a gigabyte of memory.
+MAX_SESSION_FILES = 2
 
 
 class SessionCalls:
@@ -133,7 +161,9 @@ class SessionCalls:
         held: stores loaded conversations, and lends its slots to a call while it runs.
         intake: renders conversations.
         reader: tokenizes prompts.
-        send: delivers SessionRead to the actor that owns this object.
+        send: delivers SessionRead and SessionFileRead to the actor that owns this object.
+        files: the operator's folder; None if there is none.
+        open_worker: makes the thread that reads and writes files, on the first call.
     """
 
     def __init__(
@@ -142,60 +172,141 @@ class SessionCalls:
         held: HeldPrompts,
         intake: Intake,
         reader: PromptReader,
-        send: Callable[[SessionRead], None],
+        send: Callable[[SessionRead | SessionFileRead], None],
+        files: SessionFiles | None,
+        open_worker: Callable[[str], Worker],
     ) -> None:
         self._ctx = ctx
         self._held = held
         self._intake = intake
         self._reader = reader
         self._send = send
+        self._files = files
+        self._open_worker = open_worker
+        self._worker: Worker | None = None
+        self._num_files = 0
         self._reading: list[From[Any]] = []
-        self._calls: deque[tuple[Callable[[], tuple[Work, End]], From[Any]]] = deque()
+        self._calls: deque[tuple[Callable[[], tuple[Work, End]], From[Any], Deliver]] = deque()
 
     def __len__(self) -> int:
         return len(self._calls)
 
     def save(self, message: SaveSession, from_: "From[Any]") -> None:
         """Take a call to save a session; the reply follows after its conversation was tokenized and `next` ran it."""
-        intake, send = self._intake, self._send
-        wanted = TokenizeRequest(messages=message.messages)
         try:
-            intake.check_text(wanted)
+            self._tokenize(message, from_, lambda saved: _reply(from_, saved, SESSION_FAULT, lambda one: one.state))
         except GenbatchError as error:
             reply_error(from_, error)
-            return
+
+    def _tokenize(self, message: SaveSession, from_: "From[Any]", deliver: Deliver) -> None:
+        intake, send = self._intake, self._send
+        wanted = TokenizeRequest(messages=message.messages)
+        intake.check_text(wanted)
         self._reading.append(from_)
         begin, finish = partial(intake.start_text, wanted), partial(intake.token_ids, "")
         job = ReadJob(begin, finish, intake.text_size(wanted), message.tenant)
-        self._reader.submit(job, lambda tokens: send(SessionRead(message, from_, tokens)))
+        self._reader.submit(job, lambda tokens: send(SessionRead(message, from_, tokens, deliver)))
 
-    def load(self, message: LoadSession, from_: "From[Any]") -> None:
-        """Take a call to load a session; the reply follows once `next` has run the call."""
-        self._calls.append((partial(self._loading, message), from_))
+    def load(self, message: LoadSession, from_: "From[Any]", deliver: "Deliver | None" = None) -> None:
+        """Take a call to load a session; the reply follows once `next` has run the call.
+
+        Args:
+            deliver: takes the outcome in place of the caller.
+        """
+        deliver = deliver or (lambda length: _reply(from_, length, SESSION_FAULT))
+        self._calls.append((partial(self._loading, message), from_, deliver))
 
     def read(self, message: SessionRead) -> None:
         """Continue a call after its conversation was tokenized."""
         self._reading.remove(message.from_)
-        self._calls.append((partial(self._saving, message.message, message.tokens), message.from_))
+        saving = partial(self._saving, message.message, message.tokens)
+        self._calls.append((saving, message.from_, message.deliver))
+
+    def keep(self, wanted: KeepSessionRequest, from_: "From[Any]") -> None:
+        """Take a call to keep a session in the operator's folder."""
+        files, worker = self._begin_file(from_)
+
+        def written(size: "outcome.Outcome[int]", positions: int) -> None:
+            self._num_files -= 1
+            _reply(from_, size, FILE_FAULT, lambda one: SessionState(positions=positions, num_bytes=one))
+
+        def saved(result: "outcome.Outcome[SavedState]") -> None:
+            if isinstance(result, outcome.Error):
+                written(result, 0)
+                return
+            state = result.unwrap()
+            if not state.state:
+                written(outcome.Value(0), 0)
+                return
+            worker.submit(files.write, wanted, state.state, on_done=lambda size: written(size, state.positions))
+
+        try:
+            self._tokenize(SaveSession(wanted.messages, wanted.tenant, wanted.model), from_, saved)
+        except GenbatchError:
+            self._num_files -= 1
+            raise
+
+    def resume(self, wanted: ResumeSessionRequest, from_: "From[Any]") -> None:
+        """Take a call to load a session of the operator's folder; `file_read` continues it."""
+        files, worker = self._begin_file(from_)
+        worker.submit(files.read, wanted, on_done=lambda state: self._send(SessionFileRead(wanted, from_, state)))
+
+    def file_read(self, message: SessionFileRead) -> None:
+        """Continue a call after its file was read."""
+
+        def loaded(length: "outcome.Outcome[int]", size: int) -> None:
+            self._num_files -= 1
+            if isinstance(length, outcome.Error) and isinstance(length.error, InvalidRequest):
+                length = outcome.Error(InvalidRequest("name", length.error.message))
+            _reply(message.from_, length, SESSION_FAULT, lambda one: SessionState(positions=one, num_bytes=size))
+
+        if isinstance(message.state, outcome.Error):
+            loaded(message.state, 0)
+            return
+        state, wanted = message.state.unwrap(), message.request
+        load = LoadSession(state, wanted.tenant, wanted.model)
+        self.load(load, message.from_, lambda length: loaded(length, len(state)))
+
+    def _begin_file(self, from_: "From[Any]") -> tuple[SessionFiles, Worker]:
+        """Count a call that needs a file.
+
+        Raises:
+            InvalidRequest: the service keeps no sessions.
+            QueueFull: too many files are in work.
+        """
+        if self._files is None:
+            raise InvalidRequest(None, "this service keeps no sessions: its operator has named no session_dir")
+        # guard: sessions in memory
+        if self._num_files >= MAX_SESSION_FILES:
+            raise QueueFull("other sessions are being kept or resumed", retry_after_ms=RETRY_AFTER_BLOCKS_MS)
+        if self._worker is None:
+            self._worker = self._open_worker("genbatch-sessions")
+        self._num_files += 1
+        return self._files, self._worker
+
+    async def close(self) -> None:
+        """End the thread."""
+        if self._worker is not None:
+            await self._worker.close()
 
     def next(self) -> tuple[Work, End]:
         """Return the next call's work, and the function that takes the outcome of that work."""
-        prepare, from_ = self._calls.popleft()
+        prepare, _, deliver = self._calls.popleft()
         try:
             work, end = prepare()
         except Exception as error:  # the conversation cannot be read, or no slot is free
             failed = outcome.Error(error)
-            return lambda: None, lambda _: _reply(from_, failed, SESSION_FAULT)
+            return lambda: None, lambda _: deliver(failed)
 
         def finish(result: "outcome.Outcome[Any]") -> None:
             end(result)
-            _reply(from_, result, SESSION_FAULT)
+            deliver(result)
 
         return work, finish
 
     def end_all(self, error: GenbatchError) -> None:
         """Reply to every call with an error."""
-        for from_ in [*self._reading, *[from_ for _, from_ in self._calls]]:
+        for from_ in [*self._reading, *[from_ for _, from_, _ in self._calls]]:
             reply_error(from_, error)
         self._reading.clear()
         self._calls.clear()
@@ -207,11 +318,12 @@ class SessionCalls:
         slot = self._slot(donor)
         ctx = self._ctx
 
-        def save() -> bytes:
+        def save() -> SavedState:
             if donor is not None and donor.ready and donor.seq_id is not None:
                 ctx.seq_cp(donor.seq_id, slot)
             ctx.attach_prefix(slot, tokens, key)
-            return ctx.seq_save(slot, adapter) if ctx.kv.length(slot) else b""
+            positions = ctx.kv.length(slot)
+            return SavedState(positions, ctx.seq_save(slot, adapter) if positions else b"")
 
         def end(_: "outcome.Outcome[Any]") -> None:
             ctx.seq_rm(slot)
@@ -268,12 +380,18 @@ class SessionCalls:
         return slot
 
 
-def _reply(from_: "From[Any]", result: "outcome.Outcome[Any]", fault: str) -> None:
-    """Reply to a caller that is still connected; a fault of a call ends this call only."""
+def _reply(
+    from_: "From[Any]", result: "outcome.Outcome[Any]", fault: str, answer: Callable[[Any], Any] = lambda value: value
+) -> None:
+    """Reply to a caller that is still connected; a fault of a call ends this call only.
+
+    Args:
+        answer: makes the answer from the result's value.
+    """
     if not from_.alive:
         return
     try:
-        reply(from_, result.unwrap())
+        reply(from_, answer(result.unwrap()))
     except GenbatchError as error:
         reply_error(from_, error)
     except Exception as error:

@@ -147,6 +147,7 @@ OWN_QUEUE = 1024
 NOT_NEGATIVE = (
     *("batch_size", "batch_timeout", "batch_quiet", "max_client_queue_share", "max_client_open", "priority_ageing_s"),
     *("default_deadline_s", "max_answer_s", "max_held_prompts", "cpu_offload_space", "stall_s", "record_limit"),
+    "session_space",
     "target_inter_token_latency_ms",
 )
 
@@ -204,6 +205,10 @@ class BatcherOptions:
         strip_billing_header: take the first line out of a conversation's system prompt if it begins with
             "x-anthropic-billing-header:". Claude Code writes another value with each request, and no prompt would begin
             like the one before.
+        session_dir: folder for conversations whose KV clients keep under a name (`keep_session`), and load again
+            (`resume_session`), also after a restart. Only this user may write to it. Off if not given.
+        session_space: GiB that the folder may take; the tenant with the most bytes loses the session that was used
+            longest ago.
         record: a file to record everything to that decides about ticks, for `genbatch replay`. It holds
             the token ids of prompts and answers, so only its owner may read it. Where the file is there already, FILE.1
             is made, and so on. While recording, no step begins before the tokens of the last one are handed out.
@@ -243,6 +248,8 @@ class BatcherOptions:
     system_prompts: Sequence[str] = ()
     max_held_prompts: int = 4
     strip_billing_header: bool = True
+    session_dir: str | None = None
+    session_space: float = 8.0
     record: str | None = None
     record_limit: int = 1024
     limits: RequestLimits = field(default_factory=RequestLimits)

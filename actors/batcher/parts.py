@@ -25,6 +25,7 @@ from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.planner import KVView, Planner
 from genbatch.actors.batcher.prompt_reader import PromptReader
 from genbatch.actors.batcher.requests import Sequence
+from genbatch.actors.batcher.session_files import SessionFiles
 from genbatch.actors.batcher.slots import HeldPrompts, Slots, Swap
 from genbatch.actors.batcher.stepper import StepCommit, Stepper
 from genbatch.actors.batcher.thinking import Thinking
@@ -35,6 +36,7 @@ from genbatch.nif.context import Context
 from genbatch.nif.context.engine import Engine
 from genbatch.nif.cuda_device import memory_of
 from genbatch.nif.errors import OptionError, OutOfBlocks
+from genbatch.nif.models.model_names import written_path
 from genbatch.nif.step_costs import StepWork
 from genbatch.nif.step_time import StepTimeModel
 from genbatch.proto.errors import Unavailable
@@ -108,6 +110,7 @@ class BatcherParts(GenServer):
         self.stepper.hurry()
         self.requests.end_all(Unavailable("the batcher has stopped"))
         self.sessions.end_all(Unavailable("the batcher has stopped"))
+        await self.sessions.close()
         await self.adapters.close()
         await self.disk.close()
         await self._worker.run(self.ctx.close)
@@ -125,7 +128,12 @@ class BatcherParts(GenServer):
         self._flight = self._open_flight(self.options)
         self.journal = Journal(self.stats, self.telemetry, self.ctx.model.name, self._flight.now)
         state = self._open_state(self.options.n_parallel, self._flight.now)
-        self.sessions = SessionCalls(self.ctx, self.held, self.intake, self._reader, self._send)
+        files = None
+        if self.options.session_dir is not None:
+            files = SessionFiles(written_path(self.options.session_dir), int(self.options.session_space * 2**30))
+        self.sessions = SessionCalls(
+            self.ctx, self.held, self.intake, self._reader, self._send, files, self._open_worker
+        )
         self.disk = DiskBlocks(self.ctx, self.requests, self._open_worker, self._send, self.send_after)
         self.adapters = AdapterCalls(state, self._open_worker, self._send, self.send_after, self._tell_models)
         view = KVView(self.ctx.kv, self.held, self.options.scheduling.limits(self.ctx.kv.block_size))

@@ -59,6 +59,7 @@ from genbatch.proto.messages import (
     GenerateRequest,
     Health,
     HealthRequest,
+    KeepSessionRequest,
     LoadAdapterRequest,
     LoadModelRequest,
     ModelCard,
@@ -66,6 +67,7 @@ from genbatch.proto.messages import (
     ModelsRequest,
     Payer,
     Result,
+    ResumeSessionRequest,
     ScoreRequest,
     StatsRequest,
     Token,
@@ -266,6 +268,8 @@ class Fleet:
                 return self._health()
             case StatsRequest():
                 return await self._stats()
+            case KeepSessionRequest() | ResumeSessionRequest():
+                raise InvalidRequest(None, "a fleet keeps no sessions, as each replica would have its own")
             case msgspec.Struct() if lane_of(request) is Lane.TEXT:
                 return await (await self._any()).connection.ask(request)
             case DrainRequest(timeout_s=timeout_s):

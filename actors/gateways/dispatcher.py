@@ -41,6 +41,7 @@ from genbatch.proto.messages import (
     HelloRequest,
     ScoreRequest,
     Scores,
+    SessionRequest,
     Token,
     Usage,
 )
@@ -51,7 +52,7 @@ from genbatch.proto.validation import DrawnTokens, check_type
 logger = logging.getLogger(__name__)
 
 OnToken = Callable[[Token], None]
-Claimed = TypeVar("Claimed", GenerateRequest, EmbedRequest, ScoreRequest)
+Claimed = TypeVar("Claimed", GenerateRequest, EmbedRequest, ScoreRequest, SessionRequest)
 # A restarted Batcher keeps the model in memory, so it is back within about this time.
 RETRY_AFTER_RESTART_MS = 500
 # The mailbox is emptied between two steps.
@@ -292,6 +293,8 @@ class Dispatcher:
                 return Scores(scores=[_numbers(vector) for vector in answer.vectors], usage=usage)
             case HealthRequest():
                 return await self._health(request)
+        if isinstance(request, SessionRequest):
+            request = _claimed(request, caller)
         if method.lane is Lane.TEXT:
             payer, size = self._text_payer(caller), held_bytes(request)
             with self._texts.taken(payer, size):

@@ -186,14 +186,14 @@ _VALUES = {
     **dict.fromkeys(("http", "metrics"), "[HOST]:PORT"),
     "allowed_hosts": "NAME",
     "allowed_origins": "ORIGIN",
-    **dict.fromkeys(("batch_dir", "prefix_cache_dir"), "DIR"),
+    **dict.fromkeys(("batch_dir", "prefix_cache_dir", "session_dir"), "DIR"),
     "keep_alive": "SECONDS",
     "model_memory": "GIB",
     "models": "PATH",
     "keys": "DIR",
     "lora": "NAME=DIR",
     "system_prompts": "TEXT",
-    **dict.fromkeys(("cpu_offload_space", "prefix_cache_space", "weights_cache"), "GIB"),
+    **dict.fromkeys(("cpu_offload_space", "prefix_cache_space", "session_space", "weights_cache"), "GIB"),
     "record_limit": "MIB",
 }
 _MORE_FLAGS = {"bind": ("-b",), "scheduler": ("--scheduler-type",), "block_size": ("--page-size",)}

@@ -19,7 +19,6 @@ import hashlib
 import logging
 import os
 import queue
-import stat
 import tempfile
 import threading
 import time
@@ -29,7 +28,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from genbatch.nif.trusted_files import private_folder
+from genbatch.nif.trusted_files import is_private, private_folder
 
 log = logging.getLogger("genbatch")
 
@@ -215,7 +214,7 @@ class DiskCache:
             status = os.fstat(descriptor)
             size = _DIGEST_BYTES + self._block_bytes
             # guard: a block that others could have written
-            if not _is_private(status) or status.st_size != size:
+            if not is_private(status) or status.st_size != size:
                 self._damaged(path)
                 return None
             data = file.read(size)
@@ -254,9 +253,3 @@ class DiskCache:
 
 def _digest(name: bytes, content: bytes) -> bytes:
     return hashlib.sha256(name + content).digest()
-
-
-def _is_private(status: os.stat_result) -> bool:
-    """Whether only this user, or root, could have written an open file in a private folder."""
-    is_own = status.st_uid in (0, os.geteuid()) and not status.st_mode & 0o022
-    return is_own and stat.S_ISREG(status.st_mode) and status.st_nlink == 1

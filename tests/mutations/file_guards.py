@@ -91,6 +91,36 @@ FILE_GUARDS = (
         "a torn write changes answers",
     ),
     Mutation(
+        "a name is no path",
+        never,
+        ("clients/test_sessions.py::test_a_name_is_no_path",),
+        "a client writes outside the operator's folder",
+    ),
+    Mutation(
+        "the bound of sessions",
+        never,
+        ("actors/batcher/test_session_files.py::test_the_tenant_with_the_most_loses_its_oldest_session",),
+        "sessions fill the disk",
+    ),
+    Mutation(
+        "a session that others could have written",
+        never,
+        ("actors/batcher/test_session_files.py::test_a_damaged_or_foreign_file_is_refused",),
+        "another user sets the model's state",
+    ),
+    Mutation(
+        "a damaged session",
+        never,
+        ("actors/batcher/test_session_files.py::test_a_damaged_or_foreign_file_is_refused",),
+        "a torn session changes answers",
+    ),
+    Mutation(
+        "sessions in memory",
+        never,
+        ("clients/test_sessions.py::test_too_many_files_at_a_time_are_refused_and_a_failed_call_counts_no_more",),
+        "a client fills the memory with sessions",
+    ),
+    Mutation(
         "end tokens within the logits",
         never,
         (FILES + "test_an_end_token_is_a_whole_number_within_the_logits_width",),

@@ -25,6 +25,7 @@ def test_a_method_without_parameters_refuses_each_by_name(request_type: type) ->
 def test_the_engine_link_carries_what_has_one_answer() -> None:
     crossing = {name for name, method in METHODS.items() if method.crosses}
     assert crossing == {
-        "tokenize", "detokenize", "models", "health", "stats", "load_model", "load_adapter", "unload_adapter", "drain",
+        "tokenize", "detokenize", "keep_session", "resume_session", "models", "health", "stats", "load_model",
+        "load_adapter", "unload_adapter", "drain",
     }  # fmt: skip
     assert all(method.lane is Lane.WORK for method in METHODS.values() if method.streams)

@@ -27,6 +27,7 @@ from genbatch.proto.messages import (
     Models,
     Result,
     Scores,
+    SessionState,
     Text,
     Token,
     TokenIds,
@@ -222,6 +223,13 @@ SAMPLES = (
     ),
     Sample("tokenize", "tokenize", {"prompt": "The sky", "add_special_tokens": False}, TokenIds(token_ids=[5, 6])),
     Sample("detokenize", "detokenize", {"token_ids": [5, 6]}, Text(text="The sky")),
+    Sample(
+        "keep_session",
+        "keep_session",
+        {"name": "trip", "messages": [{"role": "user", "content": "Name a colour."}]},
+        SessionState(positions=32, num_bytes=9000),
+    ),
+    Sample("resume_session", "resume_session", {"name": "trip"}, SessionState(positions=32, num_bytes=9000)),
     Sample("models", "models", {}, Models(models=(CARD,))),
     Sample(
         "health",

@@ -318,6 +318,8 @@ BOUNDED: dict[str, tuple[dict[str, Any], type[Exception] | None]] = {
     "score": ({"documents": [LONG]}, QueueFull),
     "tokenize": ({"prompt": LONG}, QueueFull),
     "detokenize": ({"token_ids": [5] * 1000}, QueueFull),
+    "keep_session": ({"name": "a", "messages": [{"role": "user", "content": LONG}]}, QueueFull),
+    "resume_session": ({"name": LONG}, InvalidRequest),
     "models": ({"x": LONG}, InvalidRequest),
     "health": ({"x": LONG}, InvalidRequest),
     "stats": ({"x": LONG}, InvalidRequest),
@@ -367,6 +369,8 @@ async def test_calls_of_every_method_are_bounded_in_number(
         "score": {"documents": ["a"]},
         "tokenize": {"prompt": "a"},
         "detokenize": {"token_ids": [5]},
+        "keep_session": {"name": "a", "messages": [{"role": "user", "content": "a"}]},
+        "resume_session": {"name": "a"},
         "load_adapter": {"name": "a", "path": "/a"},
         "unload_adapter": {"name": "a"},
     }

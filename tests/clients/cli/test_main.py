@@ -135,6 +135,8 @@ def test_every_option_of_serve_reaches_the_service(monkeypatch: pytest.MonkeyPat
         max_held_prompts=6,
         stall_s=4.5,
         max_answer_s=90.0,
+        session_dir="some/sessions",
+        session_space=3.5,
         record="the.flight",
         record_limit=77,
         limits=RequestLimits(max_n=2, max_deadline_s=9.0),
@@ -235,6 +237,8 @@ def test_every_option_of_serve_reaches_the_service(monkeypatch: pytest.MonkeyPat
         "max-held-prompts": 6,
         "max-answer-s": "90",
         "stall-s": 4.5,
+        "session-dir": "some/sessions",
+        "session-space": 3.5,
         "record": "the.flight",
         "record-limit": 77,
     }

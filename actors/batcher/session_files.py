@@ -1,0 +1,124 @@
+"""SessionFiles: the sessions of a service, in the operator's folder.
+
+    files = SessionFiles(Path(folder), max_bytes)
+    files.write(request, state)      # KeepSessionRequest: the file is there whole, or as it was
+    files.read(request)              # ResumeSessionRequest
+
+A session is FOLDER/TENANT/NAME.session, and TENANT is a digest of the tenant's name. A client gives names, which the
+protocol checks, and never paths. A file begins with SHA-256 over what follows. A session can set any state of the
+model, so only this user may write to the folder. It may take `max_bytes`: then the tenant with the most bytes loses the
+session that was used longest ago.
+"""
+
+import hashlib
+import os
+import tempfile
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+from genbatch.nif.trusted_files import NotOurs, is_private, private_folder
+from genbatch.proto.errors import InvalidRequest, Unavailable
+from genbatch.proto.messages import KeepSessionRequest, ResumeSessionRequest, SessionRequest
+from genbatch.proto.validation import validate_session
+
+_ENDING = ".session"
+_DIGEST_BYTES = 32
+# Milliseconds until a disk that takes nothing may take something.
+_RETRY_AFTER_DISK_MS = 30_000
+
+
+class SessionFiles:
+    """Reads and writes sessions; use it on one thread.
+
+    Args:
+        folder: the operator's; it is made when the first session is written.
+        max_bytes: of all sessions.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self._folder = folder
+        self._max_bytes = max_bytes
+
+    def write(self, wanted: KeepSessionRequest, state: bytes) -> int:
+        """Write a session in place of an earlier one of its name; returns its bytes.
+
+        Raises:
+            InvalidRequest: it is larger than the folder may be.
+            Unavailable: the disk is full or read-only, or another user could write to the folder.
+        """
+        size = _DIGEST_BYTES + len(state)
+        # guard: the bound of sessions
+        if size > self._max_bytes:
+            raise InvalidRequest("messages", f"the session takes {size} bytes; session_space allows {self._max_bytes}")
+        try:
+            path = self._path(wanted)
+            private_folder(self._folder)
+            folder = private_folder(path.parent)
+            self._make_room(size, path)
+            descriptor, partial = tempfile.mkstemp(dir=folder, suffix=".partial")  # for this user alone
+            try:
+                with os.fdopen(descriptor, "wb") as file:
+                    file.write(hashlib.sha256(state).digest())
+                    file.write(state)
+                    file.flush()
+                    os.fsync(descriptor)
+                Path(partial).replace(path)
+            except BaseException:
+                Path(partial).unlink(missing_ok=True)
+                raise
+        except (NotOurs, OSError) as fault:
+            reason = fault.strerror if isinstance(fault, OSError) else "others may write to its folder"
+            told = f"the session cannot be kept: {reason}"
+            raise Unavailable(told, retry_after_ms=_RETRY_AFTER_DISK_MS) from fault
+        return size
+
+    def read(self, wanted: ResumeSessionRequest) -> bytes:
+        """Return the bytes of a session.
+
+        Raises:
+            InvalidRequest: there is no such session, or it is damaged.
+            Unavailable: the disk gives an error.
+        """
+        path = self._path(wanted)
+        try:
+            private_folder(self._folder)
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            with os.fdopen(descriptor, "rb") as file:
+                status = os.fstat(descriptor)
+                # guard: a session that others could have written
+                if not is_private(status):
+                    raise InvalidRequest("name", f"another user could have written the session {wanted.name!r}")
+                data = file.read()
+        except FileNotFoundError:
+            raise InvalidRequest("name", f"there is no session {wanted.name!r}") from None
+        except (NotOurs, OSError) as fault:
+            raise Unavailable("the session cannot be read", retry_after_ms=_RETRY_AFTER_DISK_MS) from fault
+        # guard: a damaged session
+        if hashlib.sha256(data[_DIGEST_BYTES:]).digest() != data[:_DIGEST_BYTES]:
+            raise InvalidRequest("name", f"the session {wanted.name!r} is damaged; keep it again")
+        with suppress(OSError):  # a read-only disk
+            os.utime(path)  # the sessions that were used last stay
+        return data[_DIGEST_BYTES:]
+
+    def _path(self, wanted: SessionRequest) -> Path:
+        validate_session(wanted)
+        tenant = hashlib.sha256(wanted.tenant.encode()).hexdigest()[:32]
+        return self._folder / tenant / f"{wanted.name}{_ENDING}"
+
+    def _make_room(self, size: int, replaced: Path) -> None:
+        """Remove sessions until `size` bytes fit; what an interrupted write left goes first."""
+        files: dict[Path, os.stat_result] = {}
+        for path in self._folder.glob("*/*"):
+            if path.suffix != _ENDING:
+                path.unlink(missing_ok=True)
+            elif path != replaced:
+                files[path] = path.lstat()
+        held = Counter[Path]()
+        for path, status in files.items():
+            held[path.parent] += status.st_size
+        while held.total() + size > self._max_bytes:
+            [(tenant, _)] = held.most_common(1)
+            oldest = min((path for path in files if path.parent == tenant), key=lambda path: files[path].st_mtime_ns)
+            held[tenant] -= files.pop(oldest).st_size
+            oldest.unlink(missing_ok=True)

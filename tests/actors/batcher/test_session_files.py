@@ -1,0 +1,94 @@
+"""The files of sessions: whole or as they were, each tenant's apart, within a bound, and nobody else's."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from genbatch.actors.batcher.session_files import SessionFiles
+from genbatch.proto.errors import InvalidRequest, Unavailable
+from genbatch.proto.messages import KeepSessionRequest, Message, ResumeSessionRequest
+
+STATE = b"state" * 100
+
+
+def keep(name: str, tenant: str = "") -> KeepSessionRequest:
+    return KeepSessionRequest(name=name, messages=[Message(role="user", content="Hi")], tenant=tenant)
+
+
+def resume(name: str, tenant: str = "") -> ResumeSessionRequest:
+    return ResumeSessionRequest(name=name, tenant=tenant)
+
+
+def only_file(folder: Path) -> Path:
+    [path] = folder.glob("*/*")
+    return path
+
+
+def test_a_damaged_or_foreign_file_is_refused(tmp_path: Path) -> None:
+    files = SessionFiles(tmp_path / "s", 10_000)
+    assert files.write(keep("a"), STATE) == 32 + len(STATE)
+    assert files.read(resume("a")) == STATE
+    path = only_file(tmp_path / "s")
+    whole = path.read_bytes()
+    for damaged in (whole[:-1], b"", whole[:40] + b"?" + whole[41:], b"?" + whole[1:], whole + b"1"):
+        path.write_bytes(damaged)
+        with pytest.raises(InvalidRequest, match="is damaged"):
+            files.read(resume("a"))
+    path.write_bytes(whole)
+    path.chmod(0o666)
+    with pytest.raises(InvalidRequest, match="another user could have written"):
+        files.read(resume("a"))
+    path.chmod(0o600)
+    other = tmp_path / "other"
+    path.rename(other)
+    path.symlink_to(other)
+    with pytest.raises(Unavailable):
+        files.read(resume("a"))
+
+
+def test_the_tenant_with_the_most_loses_its_oldest_session(tmp_path: Path) -> None:
+    files = SessionFiles(tmp_path / "s", 5 * (32 + len(STATE)))
+    for name in ("a", "b", "c", "d"):
+        files.write(keep(name, "greedy"), STATE)
+    for age, path in enumerate(sorted((tmp_path / "s").glob("*/*"))):
+        os.utime(path, ns=(age, age))
+    files.read(resume("a", "greedy"))
+    for name in ("x", "y"):
+        files.write(keep(name, "polite"), STATE)
+    found = []
+    for name, tenant in [*((name, "greedy") for name in "abcd"), ("x", "polite"), ("y", "polite")]:
+        try:
+            files.read(resume(name, tenant))
+            found.append(name)
+        except InvalidRequest:
+            pass
+    assert found == ["a", "c", "d", "x", "y"]
+    files.write(keep("y", "polite"), STATE[:-1])  # replaces, and needs no room
+    assert len(list((tmp_path / "s").glob("*/*"))) == 5
+    with pytest.raises(InvalidRequest, match="session_space"):
+        files.write(keep("huge"), STATE * 6)
+
+
+def test_a_disk_that_takes_nothing_is_unavailable_and_the_old_session_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = SessionFiles(tmp_path / "s", 10_000)
+    files.write(keep("a"), STATE)
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(Unavailable, match="No space left") as refusal:
+        files.write(keep("a"), b"new")
+    assert refusal.value.retry_after_ms
+    assert files.read(resume("a")) == STATE and len(list((tmp_path / "s").glob("*/*"))) == 1
+
+
+def test_a_folder_that_others_may_write_to_is_not_used(tmp_path: Path) -> None:
+    open_ = tmp_path / "open"
+    open_.mkdir()
+    open_.chmod(0o777)
+    with pytest.raises(Unavailable, match="others may write"):
+        SessionFiles(open_ / "s", 10_000).write(keep("a"), STATE)
