@@ -74,12 +74,24 @@ clients: $(VENV)/.test $(CLIENTS)/.done
 # Agents' programs come from npm. Their own installers put a binary in place, which some settings of npm do not allow.
 NPM_CLIENTS := @anthropic-ai/claude-code@^2.1 @openai/codex@^0.169 opencode-ai@^1 ai@^6 @ai-sdk/openai-compatible@^2 zod@^4 ollama@^0.6
 AIDER := aider-chat >= 0.86, < 0.87
+# Open WebUI names the version of each package that it needs. What it needs for models of its own takes gigabytes.
+OPEN_WEBUI := open-webui ~= 0.12.4
+define OPEN_WEBUI_NEEDS
+from importlib.metadata import requires
+own = ("accelerate", "sentence-transformers", "transformers", "faster-whisper", "opencv", "rapidocr", "einops", "pyarrow")
+print(*[each for each in requires("open-webui") if "extra ==" not in each and not each.startswith(own)], sep="\n")
+endef
+export OPEN_WEBUI_NEEDS
 MODULES := $(CLIENTS)/npm/node_modules
 $(CLIENTS)/.done: tests/actors/gateways/http/older_clients.txt Makefile
 	@$(PYTHON) -m venv $(CLIENTS)
 	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet install -r $<
 	@$(PYTHON) -m venv $(CLIENTS)/aider  # it names the version of each package that it needs
 	@$(CLIENTS)/aider/bin/python -m pip --disable-pip-version-check --quiet install "$(AIDER)" || echo "aider is not tried"
+	@$(PYTHON) -m venv $(CLIENTS)/open-webui
+	@$(CLIENTS)/open-webui/bin/python -m pip --disable-pip-version-check --quiet install --no-deps "$(OPEN_WEBUI)" && \
+		$(CLIENTS)/open-webui/bin/python -c "$$OPEN_WEBUI_NEEDS" | xargs -d '\n' \
+		$(CLIENTS)/open-webui/bin/python -m pip --disable-pip-version-check --quiet install || echo "Open WebUI is not tried"
 	@if command -v npm > /dev/null; then \
 		npm install --silent --no-audit --no-fund --prefix $(CLIENTS)/npm $(NPM_CLIENTS) && \
 		(cd $(MODULES)/@anthropic-ai/claude-code && node install.cjs) && \

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from typing import Any
 
 PROOF, ANSWER = "was-here", "The work is done."
 ASKED = "Make a file"
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 Program = Callable[[str, Path], None]
 AGENTS: dict[str, dict[str, Program]] = {}
 # Where each program is, and where its version stands, below FOLDER.
@@ -34,6 +35,7 @@ FILES = {
     "llm": ("bin/llm", ""),
     "aider-chat": ("aider/bin/aider", "aider/bin/python"),
     "litellm-proxy": ("bin/litellm", ""),
+    "open-webui": ("open-webui/bin/open-webui", "open-webui/bin/python"),
 }
 # These programs call home otherwise; only loopback is reached here.
 QUIET = {
@@ -45,6 +47,8 @@ QUIET = {
     "OPENCODE_DISABLE_MODELS_FETCH": "1",
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     "LITELLM_TELEMETRY": "False",
+    "OFFLINE_MODE": "true",
+    "ENABLE_VERSION_UPDATE_CHECK": "false",
     "NO_PROXY": "127.0.0.1",
     "no_proxy": "127.0.0.1",
 }
@@ -224,13 +228,25 @@ def litellm_proxy(url: str, folder: Path) -> Iterator[tuple[str, str]]:
             process.wait()
 
 
-def post(url: str, key: str, **body: Any) -> dict[str, Any]:
-    """What the proxy answers."""
+def opened(url: str, key: str, body: dict[str, Any] | None) -> bytes:
+    """The answer to a POST of a body; without one to a GET."""
     headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    request = urllib.request.Request(url, None if body is None else json.dumps(body).encode(), headers)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(request, timeout=TIMEOUT_S) as response:
-        answer: dict[str, Any] = json.load(response)
+        content: bytes = response.read()
+    return content
+
+
+def received(url: str, key: str) -> dict[str, Any]:
+    """The JSON at an address."""
+    found: dict[str, Any] = json.loads(opened(url, key, None))
+    return found
+
+
+def post(url: str, key: str, **body: Any) -> dict[str, Any]:
+    """The JSON that answers a body."""
+    answer: dict[str, Any] = json.loads(opened(url, key, body))
     return answer
 
 
@@ -246,6 +262,53 @@ def _(url: str, folder: Path) -> None:
         for model in ("openai", "anthropic"):
             said = post(f"{proxy}/messages", key, model=model, messages=messages, max_tokens=2000, **thinking)
             assert (said["content"][0]["text"], said["stop_reason"]) == (ANSWER, "end_turn")
+
+
+# Open WebUI
+
+
+@contextmanager
+def open_webui(url: str, folder: Path) -> Iterator[str]:
+    """Open WebUI with one connection to the service, and without models of its own; its address."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    own = {"OPENAI_API_BASE_URLS": url, "OPENAI_API_KEYS": "none", "ENABLE_OLLAMA_API": "false"}
+    own |= {"RAG_EMBEDDING_ENGINE": "openai", "WEBUI_SECRET_KEY": secrets.token_hex(16)}
+    with home(**own) as (work, environment):
+        environment["DATA_DIR"] = str(work / "data")
+        log = work / "log"
+        command = [str(folder / FILES["open-webui"][0]), "serve", "--host", "127.0.0.1", "--port", str(port)]
+        with log.open("w") as output:
+            process = subprocess.Popen(command, cwd=work, env=environment, stdout=output, stderr=output)
+        try:
+            began = time.monotonic()
+            while True:
+                assert process.poll() is None and time.monotonic() - began < TIMEOUT_S, log.read_text()[-3000:]
+                try:
+                    with socket.create_connection(("127.0.0.1", port)):
+                        break
+                except OSError:
+                    time.sleep(0.5)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            process.wait()
+
+
+@tries("open-webui", "sign-up, the list of models, and chats, whole and streamed")
+def _(url: str, folder: Path) -> None:
+    messages = [{"role": "user", "content": "Well?"}]
+    with open_webui(url, folder) as page:
+        me = {"name": "Me", "email": "me@example.org", "password": secrets.token_hex(12) + "-A1"}
+        key = post(f"{page}/api/v1/auths/signup", "", **me)["token"]
+        (model,) = [each["id"] for each in received(f"{page}/api/models", key)["data"]]
+        said = post(f"{page}/api/chat/completions", key, model=model, messages=messages)
+        assert said["choices"][0]["message"]["content"] == ANSWER
+        asked = {"model": model, "messages": messages, "stream": True}
+        lines = opened(f"{page}/api/chat/completions", key, asked).decode().splitlines()
+        chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+        assert "".join(delta.get("content") or "" for delta in deltas) == ANSWER
 
 
 def installed(agent: str, folder: Path) -> bool:

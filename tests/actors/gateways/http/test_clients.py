@@ -43,7 +43,9 @@ ROWS: dict[str, Any] = {**TRIED, **NODE, **AGENTS}
 MODULES = {"openai": "openai", "anthropic": "anthropic", "langchain-openai": "langchain_openai",
            "pydantic-ai": "pydantic_ai", "langchain": "langchain", "langgraph": "langgraph",
            "openai-agents": "agents"}  # fmt: skip
-ELSEWHERE = ("smolagents", "litellm", "llama-index", "instructor", "ollama", "mistralai")
+ELSEWHERE = (
+    *("smolagents", "litellm", "llama-index", "instructor", "haystack", "semantic-kernel", "ollama", "mistralai"),
+)
 # A tiny model's tokens are single letters, and the prompts of agents have thousands of these.
 POSITIONS_OF_PROMPTS = 16384
 
@@ -72,8 +74,9 @@ def run_client(client: str, url: str) -> dict[str, Any]:
         python = str(OTHERS)
     elif importlib.util.find_spec(MODULES[client]) is None:
         pytest.skip(f"{client} is not installed; pip install {client}")
-    # litellm would fetch its list of prices.
-    environment = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONPATH": ""}
+    # litellm would fetch its list of prices, and haystack would tell its makers.
+    own = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HAYSTACK_TELEMETRY_ENABLED": "False", "PYTHONPATH": ""}
+    environment = {**os.environ, **own}
     command = [python, "-W", "ignore", str(PROGRAMS), client, url]
     return _said(command, environment)
 
