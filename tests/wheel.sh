@@ -19,11 +19,11 @@ for machine in x86_64 aarch64; do
     "$python" -m build --quiet --wheel --no-isolation --outdir "$work/$machine" \
         --config-setting=--build-option="--plat-name=linux_$machine" "$root" \
         > "$work/build.log" 2>&1 || { cat "$work/build.log"; exit 1; }
-    # It refuses a library that needs a newer glibc, and writes the tags of older and newer programs.
-    PATH=$tools/bin:$PATH "$tools/bin/auditwheel" repair --plat manylinux_2_17_$machine --wheel-dir "$root/dist" \
+    # It finds the oldest glibc that has all symbols, and writes the tags of older and newer programs.
+    PATH=$tools/bin:$PATH "$tools/bin/auditwheel" repair --wheel-dir "$root/dist" \
         "$work/$machine"/genbatch-*.whl > "$work/audit.log" 2>&1 || { cat "$work/audit.log"; exit 1; }
+    ls -l "$root"/dist/genbatch-*manylinux_2_17_$machine.whl
 done
-ls -l "$root"/dist/genbatch-*.whl
 
 wheel=$(ls "$root"/dist/genbatch-*"$(uname -m)".whl)
 "$python" -m venv "$work/venv"
