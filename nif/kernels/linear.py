@@ -24,7 +24,7 @@ GROUP = 64
 """Inputs that share a scale in 4 bits, and that the products take at a time."""
 KINDS = ("none", "int8", "fp8", "int4")
 _LARGEST_FP8 = 448.0  # of e4m3
-_UNPACKED_INPUTS = 1024  # of a program, 16 bytes of the result for each thread
+_UNPACKED_INPUTS = 1024  # of a program: each of 64 threads loads 16 bytes of 8-bit weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ def unpacked(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
         NUM_GROUPS=weight.num_groups,
         GROUP=GROUP,
         INPUTS=_UNPACKED_INPUTS,
-        num_warps=4,
+        num_warps=2,
     )
     return out
 
