@@ -15,7 +15,7 @@ import pytest
 import trio
 import zmq
 
-from genbatch.actors.gateways.dispatcher import Dispatcher
+from genbatch.actors.gateways.dispatcher import Caller, Dispatcher
 from genbatch.actors.runtime.actor import start
 from genbatch.actors.runtime.zeromq_socket import open_socket
 from genbatch.clients.transports import RPCLink
@@ -189,7 +189,7 @@ def test_todays_client_reads_what_an_old_service_sends(one: Exchange) -> None:
 async def test_hello_says_the_version_and_what_a_stream_may_ask_for() -> None:
     async with trio.open_nursery() as nursery:
         dispatcher = Dispatcher(await start(nursery, ScriptedBatcher()))
-        hello = await dispatcher.call("hello", {}, client="test", on_token=None)
+        hello = await dispatcher.call("hello", {}, Caller("test"))
         nursery.cancel_scope.cancel()
     assert hello == Hello(methods=tuple(METHODS), version=WIRE_VERSION, stream_options=("credit", "coalesce", "drawn"))
 

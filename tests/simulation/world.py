@@ -19,7 +19,7 @@ from genbatch.actors.batcher.stepper import EngineFault
 from genbatch.actors.engine.link import EngineConnection, EngineSession
 from genbatch.actors.engine.remote_batcher import CANCEL_GRACE_S, RemoteBatcher
 from genbatch.actors.gateways.accepting import MAX_HALF_MESSAGES, MessageRoom, Peer
-from genbatch.actors.gateways.dispatcher import Dispatcher
+from genbatch.actors.gateways.dispatcher import Caller, Dispatcher
 from genbatch.actors.gateways.rpc_gateway import SWEEP_S, RPCConnection, check_connection
 from genbatch.actors.gateways.session import CallHost
 from genbatch.actors.runtime.actor import start
@@ -370,7 +370,7 @@ class World:
         self.trace("operator", f"drains, for {timeout_s} s")
         self.is_draining = True
         begun, jumped = trio.current_time(), self._jumped_s
-        await self._dispatcher.call("drain", {"timeout_s": timeout_s}, client="operator", on_token=None)
+        await self._dispatcher.call("drain", {"timeout_s": timeout_s}, Caller("operator"))
         assert not len(self._link.accepted), "drained, and something is open"
         most = timeout_s + CANCEL_GRACE_S + self._jumped_s - jumped
         assert trio.current_time() - begun <= most + 0.001, "drained too late"
