@@ -237,6 +237,19 @@ def _fault(message: str) -> tuple[str | None, str]:
     return path or None, reason[0].lower() + reason[1:]
 
 
+def num_characters(value: object) -> int:
+    """Return the characters in a message or a part of it; each element of a list or map counts as eight more."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, msgspec.Struct):
+        return sum(num_characters(getattr(value, name)) for name in value.__struct_fields__)
+    if isinstance(value, list | tuple):
+        return 8 * len(value) + (0 if set(map(type, value)) <= {int, float} else sum(map(num_characters, value)))
+    if isinstance(value, dict):
+        return 8 * len(value) + sum(map(num_characters, value)) + sum(map(num_characters, value.values()))
+    return 0
+
+
 def check_types(request: GenerateRequest) -> None:
     """Check the types of a request that a program has made: a Struct's constructor checks none.
 

@@ -16,8 +16,6 @@ from itertools import count
 from threading import Lock
 from typing import Any
 
-import msgspec
-
 from genbatch.actors.batcher.beam_search import BeamSearch
 from genbatch.actors.batcher.embeddings import NO_TEXT, EmbedIntake, ScoreIntake, TextIntake
 from genbatch.actors.batcher.generation import (
@@ -59,6 +57,7 @@ from genbatch.proto.validation import (
     grammar_of,
     has_shape,
     holds_to_tools,
+    num_characters,
     validate_detokenize,
     validate_text,
 )
@@ -229,7 +228,7 @@ class Intake:
         """Return the number of characters of a text or of a conversation."""
         if wanted.messages is None:
             return len(wanted.prompt or "")
-        return _num_characters((wanted.messages, wanted.tools, wanted.chat_template_kwargs))
+        return num_characters((wanted.messages, wanted.tools, wanted.chat_template_kwargs))
 
     def start_prompt(self, wanted: GenerateRequest) -> ChatPrompt | None:
         """Begin to render a request's conversation; return None without one. Safe to run on another thread.
@@ -618,16 +617,3 @@ def _prompt_field(wanted: GenerateRequest) -> str:
     if wanted.messages is not None:
         return "messages"
     return "token_ids" if wanted.token_ids is not None else "prompt"
-
-
-def _num_characters(value: object) -> int:
-    """Return the characters in a message or a part of it; each element of a list or map counts as eight more."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, msgspec.Struct):
-        return sum(_num_characters(getattr(value, name)) for name in value.__struct_fields__)
-    if isinstance(value, list | tuple):
-        return 8 * len(value) + (0 if set(map(type, value)) <= {int, float} else sum(map(_num_characters, value)))
-    if isinstance(value, dict):
-        return 8 * len(value) + sum(map(_num_characters, value)) + sum(map(_num_characters, value.values()))
-    return 0
