@@ -203,7 +203,7 @@ class ConversationStore:
         try:
             return await self._client.load_session(self.saved.state)
         except GenbatchError as error:
-            self._warn(f"its KV is of no use here, the conversation is evaluated again: {error.message}")
+            self._warn(f"the KV cannot be used here; the conversation is evaluated again: {error.message}")
             return 0
 
     def _tell(self, text: str) -> None:

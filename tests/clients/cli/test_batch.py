@@ -101,7 +101,7 @@ def test_what_cannot_be_read_or_written_is_told_before_anything_is_asked(tmp_pat
         assert (said.exit_code == 2 and said.exception is None) or isinstance(said.exception, SystemExit)
         return " ".join(said.stderr.split())
 
-    assert "in.jsonl, line 3: is not text in UTF-8" in told(str(source))
+    assert "in.jsonl, line 3: not text in UTF-8" in told(str(source))
     source.write_text('{"prompt": "a"}\n')
     assert "cannot be written: Is a directory" in told(str(source), "-o", str(folder))
     assert "cannot be written: No such file or directory" in told(str(source), "-o", str(tmp_path / "no" / "out"))

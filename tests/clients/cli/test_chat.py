@@ -359,7 +359,7 @@ async def test_what_was_said_is_kept_whatever_becomes_of_the_kv(
 
     remote = ConversationStore(file, file.read(), object())
     await remote.resume()
-    assert "no KV" in capsys.readouterr().err
+    assert "without their KV" in capsys.readouterr().err
     await remote.close(None, TURNS[:1])
     assert file.read() == Session(turns=TURNS[:1])
 

@@ -49,7 +49,7 @@ def test_a_target_out_of_reach_is_said(bench: str) -> None:
         (["--replicas", "4:2"], "replicas: '4:2'"),
         (["--router", "fastest"], "router 'fastest'"),
         (["--scheduler", "lifo"], "scheduler: 'lifo'"),
-        (["--target", "e2el:9"], "target: only ttft and tpot have one"),
+        (["--target", "e2el:9"], "target: must be ttft or tpot"),
         (["--target", "ttft"], "goodput: 'ttft'"),
         (["--rate", "-1"], "rate: must be above 0"),
         (["--n-ctx", "100"], "n_ctx: 100 positions"),
