@@ -380,8 +380,9 @@ class Intake:
 
         A caller's grammar or expression that contains the opening tag describes the thinking itself.
         """
-        calls, tags = bool(wanted.tools) and wanted.tool_choice != "none", self._tokenizer.thinking_tags
-        if tags is None or not self._tells_thinking(wanted, calls=calls):
+        calls = bool(wanted.tools) and wanted.tool_choice != "none"
+        tags = self._tokenizer.thinking_tags if self._tells_thinking(wanted, calls=calls) else None
+        if tags is None:
             return None
         described = wanted.grammar or (wanted.regex or "").replace("\\", "")
         return None if tags.opens in described else tags

@@ -266,7 +266,7 @@ LONG = "x" * 30_000
         {"response_format": {"type": "json_schema", "schema": {"const": LONG}}},
         {"chat_template_kwargs": {"names": [LONG]}},
         {"stop": [LONG]},
-        {"logit_bias": dict.fromkeys(range(300), 1.0)},
+        {"logit_bias": dict.fromkeys(range(290), 1.0)},
         {
             "messages": [
                 {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "name": "f", "arguments": LONG}]}

@@ -136,6 +136,7 @@ def test_ctypes_places_every_field_where_the_compiler_does(tmp_path: Path) -> No
         "norm": library.Norm,
         "experts": library.Experts,
         "recurrence": library.StateLayer,
+        "latent": library.Latent,
         "layer": library.Layer,
         "table": library.Table,
         "model": library.ModelStruct,
