@@ -5,7 +5,8 @@ GraphOptions, a part of them, sets how decode steps are captured as CUDA graphs,
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from genbatch.nif.errors import OptionError
 
@@ -23,6 +24,15 @@ class CpuDefault(int):
 
     `on_device` of the options leaves plain numbers.
     """
+
+
+def sent_fields(options: Any) -> dict[str, Any]:
+    """Return the fields of an options dataclass that another process needs to make equal options.
+
+    Defaults of a CPU are left out: the other process has the same ones, and must know that they were not given.
+    """
+    values = {field.name: getattr(options, field.name) for field in fields(options) if field.init}
+    return {name: value for name, value in values.items() if not isinstance(value, CpuDefault)}
 
 
 @dataclass(frozen=True, slots=True, order=True)

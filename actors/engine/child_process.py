@@ -30,7 +30,7 @@ from genbatch.actors.observing.observe import LEVEL_VARIABLE, start_logging
 from genbatch.actors.runtime.errors import ActorError
 from genbatch.actors.scheduling.scheduler import SchedulerError
 from genbatch.actors.security.key_files import AddressError, InsecureBind, KeyFileError
-from genbatch.nif.engine_options import CpuDefault
+from genbatch.nif.engine_options import sent_fields
 from genbatch.nif.errors import ModelError, OptionError
 from genbatch.proto.messages import Models
 
@@ -372,9 +372,7 @@ def encode_options(options: Any) -> msgspec.Raw:
     Raises:
         OptionError: a value is an object that cannot leave this process.
     """
-    named = {field.name: getattr(options, field.name) for field in fields(options) if field.init}
-    # The other process has the same defaults, and knows there that nobody gave them.
-    named = {name: value for name, value in named.items() if not isinstance(value, CpuDefault)}
+    named = sent_fields(options)
     for name, value in named.items():
         try:
             msgspec.msgpack.encode(value)

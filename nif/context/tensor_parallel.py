@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 
 from genbatch.nif.cores import available_cores
-from genbatch.nif.engine_options import EngineOptions, is_torchrun
+from genbatch.nif.engine_options import EngineOptions, is_torchrun, sent_fields
 from genbatch.nif.errors import DeviceFault, NativeError, OptionError
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.model import load_model
@@ -568,7 +568,8 @@ def _start_rank(options: EngineOptions, rank: int, store: Path) -> "subprocess.P
             raise OptionError("tensor_parallel", f"{options.tensor_parallel} ranks, and GPUs {visible}")
         environment["CUDA_VISIBLE_DEVICES"] = devices[rank]
     command = "from genbatch.nif.context.tensor_parallel import main; main()"
-    arguments = [sys.executable, "-c", command, msgspec.json.encode(options).decode(), str(rank), str(store)]
+    sent = msgspec.json.encode(sent_fields(options)).decode()
+    arguments = [sys.executable, "-c", command, sent, str(rank), str(store)]
     # The rank ends when its standard input closes, and the pipe closes when this process ends.
     return subprocess.Popen(arguments, stdin=subprocess.PIPE, env=environment)
 
