@@ -52,12 +52,21 @@ def _check(model: str, runner: str, n_batch: int) -> None:
     output = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
     measured, predicted = (int(number) for number in output.split()[-2:])
     assert measured > 16 << 20, "there is something to measure"
-    assert measured <= predicted <= 1.5 * measured, f"predicted {predicted}, took {measured}"
+    # How much torch takes for its products differs by CPU: 131 and 140 MB were seen for one prediction of 198 MB.
+    assert measured <= predicted <= 1.6 * measured, f"predicted {predicted}, took {measured}"
 
 
 def _measure(model: str, runner: str, n_batch: int) -> tuple[int, int]:
     engine = load_engine(
-        EngineOptions(model_path=model, dtype="float32", n_gpu_layers=0, runner=runner, n_ctx=_N_CTX, block_size=_BLOCK)
+        EngineOptions(
+            model_path=model,
+            dtype="float32",
+            n_gpu_layers=0,
+            runner=runner,
+            n_ctx=_N_CTX,
+            block_size=_BLOCK,
+            weights_cache=0,  # mapped weights are in the prediction, and are no memory of the process
+        )
     )
     footprint = engine._cache_size(engine._new_runner(_SEQUENCES), _SEQUENCES, 0, n_batch).footprint
     ctx = engine.open_context(n_parallel=_SEQUENCES, n_held=0, n_batch=n_batch)

@@ -18,8 +18,8 @@ FAMILIES = [
     "llama", "qwen3", "mistral", "gemma3", "gemma2", "gpt_neox", "gpt_oss", "lfm2", "qwen3_5", "qwen3_next", "bamba",
     "granite_hybrid", "falcon_h1", "nemotron_h", "lfm2_moe", "kimi_linear",
 ]  # fmt: skip
-# Beside float64 the eager float32 logits of this model are off by 3.4e-4 at one position, and ours by 2.2e-4.
-TOLERANCE = {"qwen3_next": 1e-3}
+# Beside float64 the eager float32 logits of these models are off by up to 3.4e-4 at one position, and ours by 2.7e-4.
+TOLERANCE = {"qwen3_next": 1e-3, "qwen3_5": 1e-3}
 
 
 @pytest.fixture(autouse=True)
