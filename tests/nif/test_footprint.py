@@ -52,7 +52,7 @@ def _check(model: str, runner: str, n_batch: int) -> None:
     output = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
     measured, predicted = (int(number) for number in output.split()[-2:])
     assert measured > 16 << 20, "there is something to measure"
-    # How much torch takes for its products differs by CPU: 131 and 140 MB were seen for one prediction of 198 MB.
+    # What torch takes for its products differs by CPU. On a Zen 5 it took 131 MB, where 198 MB were predicted.
     assert measured <= predicted <= 1.6 * measured, f"predicted {predicted}, took {measured}"
 
 
