@@ -60,7 +60,11 @@ def test_each_command_line_is_one_that_serve_takes(flags: list[str], monkeypatch
 
     @asynccontextmanager
     async def note(
-        engines: Sequence[EngineOptions], batcher: BatcherOptions, options: ServiceOptions, sockets: ListeningSockets
+        engines: Sequence[EngineOptions],
+        batcher: BatcherOptions,
+        options: ServiceOptions,
+        find_models: object,
+        sockets: ListeningSockets,
     ) -> AsyncIterator[None]:
         taken.append(options)
         raise ModelError(engines[0].model_path, "the end")
