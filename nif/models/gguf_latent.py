@@ -3,7 +3,7 @@
 from typing import Any
 
 SIGMOID = 2
-"""The expert_gating_func of files whose experts weigh the sigmoid of their score."""
+"""The expert_gating_func of files with sigmoid weights for experts."""
 
 
 def settle_latent(file: Any, settings: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Prompts of before a restart come from the disk: the same answers, in the turn of steps, whatever the disk does."""
+"""Prompts from before a restart are read from the disk, between steps, and give the same answers for every fault of the disk."""
 
 import threading
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Families whose layers keep states, in every mix: each caller gets the text of transformers' `generate`.
+"""In every mix, callers of families with recurrent states get the text of transformers' `generate`.
 
 And what is evaluated for the turns of a chat, and for callers who share a long system prompt.
 """
@@ -77,7 +77,7 @@ def family_of(
 async def test_a_crowd_in_little_memory_gets_the_texts_of_generate(
     family_of: Callable[[str], Family], name: str, host_gib: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pauses or swaps, chunks of prompts, choices, a caller who leaves, and drafts of which some are taken back."""
+    """Mix pauses or swaps, prompt chunks, several choices, a cancelled caller and refused drafts."""
     monkeypatch.setattr(generation, "PromptLookup", Guessing)  # random models do not copy, and every fifth is wrong
     monkeypatch.setattr(DraftCosts, "price", lambda self, num_sequences, num_keys, guess_s: 0.08)
     family = family_of(name)

@@ -1,4 +1,4 @@
-"""The files of sessions: whole or as they were, each tenant's apart, within a bound, and nobody else's."""
+"""Session files are written whole or not at all, kept by tenant, bounded in size and private."""
 
 import os
 from pathlib import Path

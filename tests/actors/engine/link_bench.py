@@ -70,7 +70,7 @@ class Work:
 
 
 class Scripted(GenServer):
-    """A Batcher whose tokens the test gives."""
+    """A Batcher that answers with the test's tokens."""
 
     def __init__(self) -> None:
         self.work: dict[str, Work] = {}  # by prompt

@@ -1,4 +1,4 @@
-"""The prefix cache on disk: what is read is what was written, whatever happens to disk, files and blocks."""
+"""The prefix cache on disk returns a written block or nothing, for every fault of the disk."""
 
 import hashlib
 import logging
