@@ -1,4 +1,4 @@
-"""Prompts from before a restart are read from the disk, between steps, and give the same answers for every fault of the disk."""
+"""Prompts from before a restart are read from the disk between steps; a fault of the disk changes no answer."""
 
 import threading
 from collections.abc import Callable
