@@ -30,6 +30,18 @@ _FUSED_NAMES = {**LAYER_NAMES, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.
 _BIASES = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_down.bias"}
 
 
+# DeepSeek's names, which GLM-4-MoE's configuration has too.
+_ROUTED_EXPERTS = {
+    "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_count": "n_shared_experts",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "leading_dense_block_count": "first_k_dense_replace",
+}
 _DEEPSEEK = GgufFamily(
     {
         **EXPERT_NAMES,
@@ -50,15 +62,7 @@ _DEEPSEEK = GgufFamily(
         **SETTINGS,
         "attention.kv_lora_rank": "kv_lora_rank",
         "attention.q_lora_rank": "q_lora_rank",
-        "expert_count": "n_routed_experts",
-        "expert_used_count": "num_experts_per_tok",
-        "expert_feed_forward_length": "moe_intermediate_size",
-        "expert_shared_count": "n_shared_experts",
-        "expert_weights_scale": "routed_scaling_factor",
-        "expert_weights_norm": "norm_topk_prob",
-        "expert_group_count": "n_group",
-        "expert_group_used_count": "topk_group",
-        "leading_dense_block_count": "first_k_dense_replace",
+        **_ROUTED_EXPERTS,
     },
     settle=settle_latent,
 )
@@ -275,15 +279,7 @@ FAMILIES = {
         kind="glm4_moe",
         settings={
             **SETTINGS,
-            "expert_count": "n_routed_experts",
-            "expert_used_count": "num_experts_per_tok",
-            "expert_feed_forward_length": "moe_intermediate_size",
-            "expert_shared_count": "n_shared_experts",
-            "expert_weights_scale": "routed_scaling_factor",
-            "expert_weights_norm": "norm_topk_prob",
-            "expert_group_count": "n_group",
-            "expert_group_used_count": "topk_group",
-            "leading_dense_block_count": "first_k_dense_replace",
+            **_ROUTED_EXPERTS,
         },
         bare={"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"},
         present={"attention_bias": "blk.0.attn_q.bias", "use_qk_norm": "blk.0.attn_q_norm.weight"},

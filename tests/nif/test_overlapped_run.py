@@ -269,7 +269,7 @@ def test_a_row_that_depends_on_the_output_takes_no_overlap_from_the_batch(
 
 
 class Broken:
-    """A constraint whose mask cannot be made. Implements `Constraint`."""
+    """A constraint that fails to make its mask. Implements `Constraint`."""
 
     fault = None
     is_slow = False

@@ -169,7 +169,7 @@ class World:
             self._evaluate(slot, tokens, rng.choices(range(3, 320), k=rng.choice((1, 1, 1, 5))), adapted)
 
     def _evaluate(self, slot: int, tokens: list[int], more: list[int], adapted: bool) -> None:
-        """Evaluates more tokens of a slot, whose last logits must be those of all its tokens alone."""
+        """Evaluate more tokens of a slot, and compare the last logits with a run of all its tokens alone."""
         entry = Entry(slot, more, len(tokens), Logits.LAST, self._handle if adapted else 0)
         try:
             [logits] = self._context.eval([entry])
