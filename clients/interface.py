@@ -27,20 +27,12 @@ from genbatch.proto.codec import to_generate_request
 from genbatch.proto.errors import GenbatchError, InvalidRequest
 from genbatch.proto.messages import (
     DetokenizeRequest,
-    Drained,
-    DrainRequest,
     Effort,
     Embeddings,
     EmbedRequest,
     GenerateRequest,
-    Health,
-    HealthRequest,
     KeepSessionRequest,
-    LoadAdapterRequest,
-    LoadModelRequest,
     Message,
-    ModelCard,
-    ModelsRequest,
     Ranking,
     ResponseFormat,
     Result,
@@ -48,15 +40,25 @@ from genbatch.proto.messages import (
     ScoreRequest,
     Scores,
     SessionState,
-    StatsRequest,
     Token,
     TokenizeRequest,
     Tool,
     ToolChoice,
-    UnloadAdapterRequest,
     ranking_of,
 )
 from genbatch.proto.methods import Method, method_of
+from genbatch.proto.service_messages import (
+    Drained,
+    DrainRequest,
+    Health,
+    HealthRequest,
+    LoadAdapterRequest,
+    LoadModelRequest,
+    ModelCard,
+    ModelsRequest,
+    StatsRequest,
+    UnloadAdapterRequest,
+)
 from genbatch.proto.validation import check_type
 
 

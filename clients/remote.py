@@ -42,7 +42,7 @@ from genbatch.clients.transports import (
 )
 from genbatch.proto.codec import to_answer
 from genbatch.proto.errors import FrameTooLarge, GenbatchError, MalformedMessage, QueueFull, Unavailable
-from genbatch.proto.messages import GenerateRequest, Hello, HelloRequest, Token
+from genbatch.proto.messages import DrawnTokens, GenerateRequest, ShownTokens, Token, replayable
 from genbatch.proto.methods import METHODS, Method
 from genbatch.proto.rpc import (
     PLAIN_STREAM,
@@ -54,7 +54,8 @@ from genbatch.proto.rpc import (
     TokenReceived,
     TokensReceived,
 )
-from genbatch.proto.validation import DrawnTokens, RequestLimits, ShownTokens, replayable
+from genbatch.proto.service_messages import Hello, HelloRequest
+from genbatch.proto.validation import RequestLimits
 
 # The longest deadline that a service accepts by default. A longer timeout counts as no timeout.
 MAX_DEADLINE_S = RequestLimits().max_deadline_s

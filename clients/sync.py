@@ -36,10 +36,10 @@ from genbatch.clients.transports import (
     socket_options,
 )
 from genbatch.proto.errors import GenbatchError, Unauthenticated, Unavailable
-from genbatch.proto.messages import GenerateRequest, HelloRequest, Token
+from genbatch.proto.messages import GenerateRequest, ShownTokens, Token, replayable
 from genbatch.proto.methods import METHODS, Method
 from genbatch.proto.rpc import PLAIN_STREAM, StreamOptions
-from genbatch.proto.validation import ShownTokens, replayable
+from genbatch.proto.service_messages import HelloRequest
 
 
 class SyncTokenStream(CallResult):

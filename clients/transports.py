@@ -14,8 +14,8 @@ from genbatch.actors.runtime.zeromq_socket import ZeroMQSocket, monitored, open_
 from genbatch.actors.security.curve_keys import ClientKeys
 from genbatch.proto.codec import MAX_FEED_BYTES, RESPONSE_LIMITS, MessageSplitter, StreamBroken, decode, encode
 from genbatch.proto.errors import ErrorInfo, GenbatchError, MalformedMessage, Unauthenticated, Unavailable, from_wire
-from genbatch.proto.messages import HelloRequest
 from genbatch.proto.rpc import WIRE_VERSION
+from genbatch.proto.service_messages import HelloRequest
 from genbatch.proto.validation import check_type
 
 

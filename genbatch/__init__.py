@@ -85,12 +85,9 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run __getattr__
     )
     from genbatch.proto.messages import (
         Choice as Choice,
-        Drained as Drained,
         Embeddings as Embeddings,
         GenerateRequest as GenerateRequest,
-        Health as Health,
         Message as Message,
-        ModelCard as ModelCard,
         NamedTool as NamedTool,
         Ranked as Ranked,
         Ranking as Ranking,
@@ -104,6 +101,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run __getattr__
         ToolCallDelta as ToolCallDelta,
         Usage as Usage,
     )
+    from genbatch.proto.service_messages import Drained as Drained, Health as Health, ModelCard as ModelCard
     from genbatch.proto.validation import RequestLimits as RequestLimits
 
 # The same for the running program: module -> the names that are defined there.
@@ -133,9 +131,10 @@ _DEFINED_IN = {
         "UnknownMethod"
     ),
     "proto.messages": (
-        "Choice Drained Embeddings GenerateRequest Health Message ModelCard NamedTool Ranked Ranking ResponseFormat "
-        "Result Scores Token TokenLogprob Tool ToolCall ToolCallDelta Usage"
+        "Choice Embeddings GenerateRequest Message NamedTool Ranked Ranking ResponseFormat Result Scores Token "
+        "TokenLogprob Tool ToolCall ToolCallDelta Usage"
     ),
+    "proto.service_messages": "Drained Health ModelCard",
     "proto.validation": "RequestLimits",
 }
 _MODULES = {name: f"genbatch.{module}" for module, names in _DEFINED_IN.items() for name in names.split()}

@@ -1,15 +1,25 @@
-"""The messages of the wire: the request of each method, and its answer.
+"""The messages about texts: generation with its tokens and results, tokenization, sessions, embeddings and scores.
 
-A generation has a request, its tokens and its result. The other methods tokenize, embed, score, list the models, load
-them, and report on the service.
+The messages about the service itself are in `service_messages.py`.
+
+A generation may bring the tokens that a stream has shown, from which another engine or another gateway continues:
+
+    record = TokenRecord(scored=False)
+    record.add(token)                    # each token of a choice, in order
+    record.drawn()                       # DrawnTokens: all tokens so far
+
+A draw depends only on the logits, the seed and the position. All other state of an answer is a function of its tokens.
+So a request with its drawn tokens continues with the same next token as if nothing had happened.
 """
 
 import math
+import secrets
+from array import array
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
-from genbatch.proto.errors import InvalidRequest
+from genbatch.proto.errors import InvalidRequest, Unavailable
 
 
 class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -124,6 +134,7 @@ class Range(NamedTuple):
 
 # Larger counts are mistakes, and do not fit the integers of the native layer.
 MAX_COUNT = 2**31 - 1
+MAX_SEED = 2**64 - 1
 # The ranges that other services document; beyond them a penalty replaces the logits.
 MAX_PENALTY = 2.0
 MAX_REPETITION = 1e9  # a float32 logit times or by this is still a number
@@ -349,47 +360,6 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def choices(self) -> tuple[Choice, ...]:
         """All answers, at least one."""
         return self.several or (Choice(**{name: getattr(self, name) for name in Choice.__struct_fields__}),)
-
-
-HealthStatus = Literal["ready", "draining", "stuck", "down"]
-
-
-class HelloRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Introduce a client; the first message on a connection to a service that requires a token.
-
-    Args:
-        token: the client's token; None where none is required.
-    """
-
-    token: str | None = None
-
-
-class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """A service's introduction.
-
-    Args:
-        methods: the names of its methods.
-        tenant: the tenant of the caller's requests; None where no token or key is required.
-        version: the version of the wire; it grows when older clients cannot continue. Release 0.1.0 omits it: 1.
-        stream_options: the names of a stream's options. Release 0.1.0 omits them: two.
-    """
-
-    methods: tuple[str, ...]
-    tenant: str | None = None
-    version: int = 1
-    stream_options: tuple[str, ...] = ("credit", "coalesce")
-
-
-class ModelsRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """List the models that are served; answered with Models."""
-
-
-class HealthRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Report the health of the service; answered with Health."""
-
-
-class StatsRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Report the counters; answered with a dict."""
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -619,125 +589,99 @@ def ranking_of(scores: Scores, top_n: int | None = None) -> Ranking:
     return Ranking(results=ranked[:top_n], usage=scores.usage)
 
 
-ModelState = Literal["loaded", "loading", "unloaded", "failed"]
-
-
-class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that is served.
+class DrawnTokens(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The tokens that a choice has drawn, from its first token on.
 
     Args:
-        id: its name.
-        n_ctx: most positions, prompt and output together, of one request.
-        n_parallel: sequences generated at once.
-        vocab_size: width of the logits; token ids are below it.
-        dtype: the type of the weights before quantising, such as "float32".
-        quantize: "none", or the format of the quantised weights.
-        runner: the name of the runner that evaluates the model.
-        device: "cpu", or a GPU such as "cuda:0".
-        embedding_size: elements of its embeddings; None for a model without embeddings.
-        generates: whether the model continues text.
-        labels: the names of its scores; empty for a model without scores.
-        sampling: the sampling parameters in the model's files, for requests that do not set them.
-        parent: the model that an adapter adapts; None for a model.
-        thinks: whether `reasoning_effort` and `max_thinking_tokens` have an effect.
-        state: "loaded"; for models on demand also "unloaded", "loading" or "failed". Before its first load a model's
-            numbers are 0 and its texts empty.
+        token_ids: the tokens.
+        logprobs: for each token its log-prob and the likeliest tokens' log-probs; empty if not requested.
+        call_ids: the ids of the tool calls that were shown.
     """
 
-    id: str
-    n_ctx: int
-    n_parallel: int
-    vocab_size: int
-    dtype: str
-    quantize: str
-    runner: str
-    device: str
-    embedding_size: int | None = None
-    generates: bool = True
-    labels: tuple[str, ...] = ()
-    sampling: dict[str, float] = {}
-    parent: str | None = None
-    thinks: bool = False
-    state: ModelState = "loaded"
+    token_ids: list[int]
+    logprobs: list[tuple[float, dict[int, float]]] = []
+    call_ids: list[str] = []
 
 
-class Models(msgspec.Struct, frozen=True, kw_only=True):
-    """The models that are served."""
-
-    models: tuple[ModelCard, ...]
-
-
-class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """The health of the service.
+class TokenRecord:
+    """The drawn tokens of a choice, kept until its request has ended.
 
     Args:
-        status: "ready"; "draining": new requests are refused; "stuck": work is pending and no step has ended for too
-            long; "down": the engine does not answer, and the counts are unknown.
-        steps: steps since the start.
-        requests_running: sequences that have a slot.
-        requests_waiting: sequences that wait for a slot.
-        stalled_s: seconds since the last progress, while work is pending.
+        scored: whether the request asks for log-probs.
+        drawn: the tokens that were drawn before.
     """
 
-    status: HealthStatus
-    steps: int
-    requests_running: int
-    requests_waiting: int
-    stalled_s: float
+    __slots__ = ("_call_ids", "_logprobs", "_token_ids", "scored")
+
+    def __init__(self, *, scored: bool, drawn: DrawnTokens | None = None) -> None:
+        drawn = drawn or DrawnTokens([])
+        self.scored = scored
+        self._token_ids = array("I", drawn.token_ids)
+        self._logprobs = list(drawn.logprobs)
+        self._call_ids = list(drawn.call_ids)
+
+    def __len__(self) -> int:
+        return len(self._token_ids)
+
+    def add(self, token: Token) -> None:
+        """Keep the next token; a scored record needs its log-prob."""
+        if self.scored:
+            assert token.logprob is not None, "a token without a log-prob"
+            self._logprobs.append((token.logprob, token.top))
+        self._token_ids.append(token.token_id)
+        self._call_ids += [piece.id for piece in token.tool_calls if piece.id is not None]
+
+    def drawn(self) -> DrawnTokens:
+        """Return all drawn tokens."""
+        return DrawnTokens(self._token_ids.tolist(), self._logprobs, self._call_ids)
 
 
-class LoadAdapterRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Load a LoRA adapter.
+def replayable(request: GenerateRequest) -> GenerateRequest:
+    """Return the request with a seed, so that it has the same draws when it is sent again."""
+    if request.seed is not None:
+        return request
+    return msgspec.structs.replace(request, seed=secrets.randbelow(MAX_SEED + 1))
+
+
+class ShownTokens:
+    """The tokens that a stream has received, from which it continues elsewhere.
 
     Args:
-        name: the name that requests set as their model.
-        path: the absolute path of its directory on the service's machine.
+        request: the stream's request.
+        drawn: the tokens of an earlier stream of this request.
     """
 
-    name: str
-    path: str
+    __slots__ = ("_is_whole", "_records", "_request")
 
+    def __init__(self, request: GenerateRequest, drawn: tuple[DrawnTokens, ...] = ()) -> None:
+        self._request = request
+        scored = request.logprobs is not None
+        self._records = {choice: TokenRecord(scored=scored, drawn=one) for choice, one in enumerate(drawn)}
+        self._is_whole = True
 
-class UnloadAdapterRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Unload a LoRA adapter: new requests are refused, accepted requests end.
+    def __len__(self) -> int:
+        return sum(map(len, self._records.values()))
 
-    Args:
-        name: its name.
-        timeout_s: seconds after which open requests are cancelled; >= 0.
-    """
+    def add(self, token: Token) -> None:
+        """Keep the next token."""
+        scored = self._request.logprobs is not None
+        if not 0 <= token.token_id < 2**32 or (scored and token.logprob is None):
+            self._is_whole = False  # the service has sent something else than the request asks for
+            return
+        record = self._records.get(token.choice)
+        if record is None:
+            record = self._records[token.choice] = TokenRecord(scored=scored)
+        record.add(token)
 
-    name: str
-    timeout_s: float = 30.0
+    def drawn(self) -> tuple[DrawnTokens, ...]:
+        """Return the tokens of each choice; an empty tuple before the first token.
 
-
-class LoadModelRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Load a model that is loaded on demand, and set how long it stays loaded without requests.
-
-    Args:
-        model: as `generate` takes it.
-        keep_alive: seconds without requests after which the model is unloaded. A negative number keeps it. 0 unloads it
-            once it has no open request. None leaves the time as it is.
-    """
-
-    model: str | None = None
-    keep_alive: float | None = None
-
-
-class DrainRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Drain the service: refuse new requests, and let accepted requests end.
-
-    Args:
-        timeout_s: seconds after which open requests are cancelled; >= 0.
-    """
-
-    timeout_s: float = 30.0
-
-
-class Drained(msgspec.Struct, frozen=True, kw_only=True):
-    """Every accepted request, or every request with the unloaded adapter, has ended.
-
-    Args:
-        num_cancelled: the requests that were cancelled at the timeout.
-    """
-
-    num_cancelled: int
+        Raises:
+            Unavailable: the stream cannot continue.
+        """
+        if not self._is_whole:
+            raise Unavailable("the stream was lost, and its tokens do not suffice to continue it")
+        if not len(self):
+            return ()
+        records = [self._records.get(choice) for choice in range(self._request.n)]
+        return tuple(DrawnTokens([]) if record is None else record.drawn() for record in records)

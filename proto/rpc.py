@@ -37,8 +37,8 @@ from genbatch.proto.errors import (
     QueueFull,
     from_wire,
 )
-from genbatch.proto.messages import Token, ToolCallDelta
-from genbatch.proto.validation import DrawnTokens, check_type
+from genbatch.proto.messages import DrawnTokens, Token, ToolCallDelta
+from genbatch.proto.validation import check_type
 
 # Grows when a client of the last version cannot go on. New methods, options, keys and notifications do not change it:
 # `hello` names the methods and options, and both ends pass over keys and notifications that they do not know.

@@ -46,7 +46,7 @@ from genbatch.nif.kv.block_pool import prefix_key
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.sampling.sampler import Constraint, Sampled
 from genbatch.proto.errors import EngineError, EngineLost, GenbatchError, InvalidRequest
-from genbatch.proto.validation import DrawnTokens
+from genbatch.proto.messages import DrawnTokens
 
 if TYPE_CHECKING:  # imports llguidance, which is an extra
     from genbatch.nif.sampling.grammar_compiler import GrammarCompiler

@@ -34,19 +34,18 @@ from genbatch.actors.runtime.actor import NOREPLY, Down, From, NoReply, reply, r
 from genbatch.actors.scheduling.plan import PromptBudget, SchedulerOutput
 from genbatch.actors.scheduling.request import LlmRequest
 from genbatch.proto.errors import GenbatchError, ModelNotFound, PromptTooLong
-from genbatch.proto.messages import (
+from genbatch.proto.messages import KeepSessionRequest, ResumeSessionRequest
+from genbatch.proto.methods import METHODS, Lane
+from genbatch.proto.service_messages import (
     DrainRequest,
     HealthRequest,
-    KeepSessionRequest,
     LoadAdapterRequest,
     LoadModelRequest,
     Models,
     ModelsRequest,
-    ResumeSessionRequest,
     StatsRequest,
     UnloadAdapterRequest,
 )
-from genbatch.proto.methods import METHODS, Lane
 
 # Slack so that rounding cannot fire the timer before the deadline.
 LATE_S = 1e-6

@@ -31,16 +31,14 @@ from genbatch.nif.text.tokenizer import ChatPrompt
 from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest, ModelNotFound, QueueFull, Unavailable
 from genbatch.proto.messages import (
     DetokenizeRequest,
-    Drained,
     KeepSessionRequest,
-    LoadAdapterRequest,
     ResumeSessionRequest,
     SessionState,
     Text,
     TokenIds,
     TokenizeRequest,
-    UnloadAdapterRequest,
 )
+from genbatch.proto.service_messages import Drained, LoadAdapterRequest, UnloadAdapterRequest
 
 
 class TextCalls:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from genbatch.proto.messages import Health, HealthStatus
+from genbatch.proto.service_messages import Health, HealthStatus
 
 
 class Histogram:

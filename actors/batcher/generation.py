@@ -29,6 +29,7 @@ from genbatch.nif.text.tools import Parts, Reader
 from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest
 from genbatch.proto.messages import (
     Choice,
+    DrawnTokens,
     FinishReason,
     GenerateRequest,
     Result,
@@ -38,7 +39,7 @@ from genbatch.proto.messages import (
     ToolCallDelta,
     Usage,
 )
-from genbatch.proto.validation import DrawnTokens, Grammar
+from genbatch.proto.validation import Grammar
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,9 @@ import msgspec
 
 from genbatch.actors.runtime.actor import From, reply
 from genbatch.proto.errors import Unavailable
-from genbatch.proto.messages import Drained, EmbedRequest, GenerateRequest, Message, ScoreRequest, Token
-from genbatch.proto.validation import DrawnTokens, RequestLimits, check_types, validate_drawn, validate_request
+from genbatch.proto.messages import DrawnTokens, EmbedRequest, GenerateRequest, Message, ScoreRequest, Token
+from genbatch.proto.service_messages import Drained
+from genbatch.proto.validation import RequestLimits, check_types, validate_drawn, validate_request
 
 if TYPE_CHECKING:
     import torch

@@ -40,7 +40,7 @@ from genbatch.nif.models.model_names import written_path
 from genbatch.nif.step_costs import StepWork
 from genbatch.nif.step_time import StepTimeModel
 from genbatch.proto.errors import Unavailable
-from genbatch.proto.messages import Health, ModelCard, Models
+from genbatch.proto.service_messages import Health, ModelCard, Models
 
 log = logging.getLogger("genbatch")
 

@@ -28,8 +28,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from genbatch.proto.errors import DeadlineExceeded, EngineLost, GenbatchError, MalformedMessage, Unavailable
-from genbatch.proto.messages import EmbedRequest, GenerateRequest, ScoreRequest, Token
-from genbatch.proto.validation import DrawnTokens, TokenRecord
+from genbatch.proto.messages import DrawnTokens, EmbedRequest, GenerateRequest, ScoreRequest, Token, TokenRecord
 
 # Poison is refused for POISON_S seconds, and the latest MAX_POISONS kinds of poison are remembered.
 POISON_S = 300.0

@@ -32,7 +32,7 @@ from genbatch.actors.scheduling.scheduler import SchedulerError
 from genbatch.actors.security.key_files import AddressError, InsecureBind, KeyFileError
 from genbatch.nif.engine_options import sent_fields
 from genbatch.nif.errors import ModelError, OptionError
-from genbatch.proto.messages import Models
+from genbatch.proto.service_messages import Models
 
 T = TypeVar("T")
 

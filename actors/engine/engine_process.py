@@ -30,7 +30,7 @@ from genbatch.actors.engine.freed_memory import keep_returning_freed_memory, res
 from genbatch.actors.engine.link import EngineSession, FrameStream
 from genbatch.actors.runtime.actor import ActorRef
 from genbatch.actors.runtime.supervisor import background
-from genbatch.proto.messages import Models, ModelsRequest, StatsRequest
+from genbatch.proto.service_messages import Models, ModelsRequest, StatsRequest
 
 # The number of reported parts in each stage of loading.
 _PARTS = 100

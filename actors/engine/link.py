@@ -23,7 +23,7 @@ from genbatch.actors.batcher.messages import Embed, Embedded, Generate
 from genbatch.actors.runtime.actor import ActorRef
 from genbatch.actors.runtime.errors import ActorDown, CallTimeout, MailboxFull
 from genbatch.proto.errors import Cancelled, EngineError, GenbatchError, InvalidRequest, MalformedMessage, QueueFull
-from genbatch.proto.messages import EmbedRequest, GenerateRequest, HealthRequest, Models, Result, ScoreRequest, Token
+from genbatch.proto.messages import EmbedRequest, GenerateRequest, Result, ScoreRequest, Token
 from genbatch.proto.methods import METHODS, Lane
 from genbatch.proto.rpc import (
     MAX_MSGID,
@@ -40,6 +40,7 @@ from genbatch.proto.rpc import (
     token_array,
     tokens_message,
 )
+from genbatch.proto.service_messages import HealthRequest, Models
 from genbatch.proto.validation import check_type
 
 logger = logging.getLogger(__name__)

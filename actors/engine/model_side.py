@@ -20,7 +20,7 @@ from genbatch.actors.runtime.telemetry import Telemetry
 from genbatch.nif.context.engine import Engine, load_engine
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import AdapterError
-from genbatch.proto.messages import Models
+from genbatch.proto.service_messages import Models
 
 logger = logging.getLogger(__name__)
 

@@ -38,10 +38,12 @@ from genbatch.proto.errors import (
     MalformedMessage,
     Unavailable,
 )
-from genbatch.proto.messages import (
+from genbatch.proto.messages import MAX_SEED, GenerateRequest
+from genbatch.proto.methods import method_of
+from genbatch.proto.rpc import CallAnswered, CallFailed, ClientEvent, Notified, StreamOptions, TokensReceived
+from genbatch.proto.service_messages import (
     Drained,
     DrainRequest,
-    GenerateRequest,
     Health,
     HealthRequest,
     HealthStatus,
@@ -49,9 +51,7 @@ from genbatch.proto.messages import (
     ModelsRequest,
     StatsRequest,
 )
-from genbatch.proto.methods import method_of
-from genbatch.proto.rpc import CallAnswered, CallFailed, ClientEvent, Notified, StreamOptions, TokensReceived
-from genbatch.proto.validation import MAX_SEED, check_type, validate_texts
+from genbatch.proto.validation import check_type, validate_texts
 
 
 class EngineWatch:

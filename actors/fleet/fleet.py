@@ -53,28 +53,33 @@ from genbatch.proto.errors import (
     Unavailable,
 )
 from genbatch.proto.messages import (
-    Drained,
-    DrainRequest,
+    DrawnTokens,
     EmbedRequest,
     GenerateRequest,
+    KeepSessionRequest,
+    Payer,
+    Result,
+    ResumeSessionRequest,
+    ScoreRequest,
+    ShownTokens,
+    Token,
+    replayable,
+)
+from genbatch.proto.methods import Lane, lane_of
+from genbatch.proto.service_messages import (
+    Drained,
+    DrainRequest,
     Health,
     HealthRequest,
-    KeepSessionRequest,
     LoadAdapterRequest,
     LoadModelRequest,
     ModelCard,
     Models,
     ModelsRequest,
-    Payer,
-    Result,
-    ResumeSessionRequest,
-    ScoreRequest,
     StatsRequest,
-    Token,
     UnloadAdapterRequest,
 )
-from genbatch.proto.methods import Lane, lane_of
-from genbatch.proto.validation import DrawnTokens, RequestLimits, ShownTokens, replayable, validate_texts
+from genbatch.proto.validation import RequestLimits, validate_texts
 
 # The retry hint while there is no replica: about a small model's load time.
 RETRY_MS = 2000

@@ -32,13 +32,10 @@ from genbatch.proto.errors import (
     UnknownMethod,
 )
 from genbatch.proto.messages import (
+    DrawnTokens,
     Embeddings,
     EmbedRequest,
     GenerateRequest,
-    Health,
-    HealthRequest,
-    Hello,
-    HelloRequest,
     ScoreRequest,
     Scores,
     SessionRequest,
@@ -47,7 +44,8 @@ from genbatch.proto.messages import (
 )
 from genbatch.proto.methods import METHODS, Lane, Method
 from genbatch.proto.rpc import STREAM_OPTIONS, WIRE_VERSION
-from genbatch.proto.validation import DrawnTokens, check_type
+from genbatch.proto.service_messages import Health, HealthRequest, Hello, HelloRequest
+from genbatch.proto.validation import check_type
 
 logger = logging.getLogger(__name__)
 

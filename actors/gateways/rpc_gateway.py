@@ -41,8 +41,8 @@ from genbatch.actors.gateways.zeromq_gateway import MAX_LEASE_S
 from genbatch.actors.security.security import Authenticate, Security
 from genbatch.proto.codec import MAX_FEED_BYTES, MAX_TRANSPORT_BYTES, MessageSplitter, StreamBroken
 from genbatch.proto.errors import Cancelled, GenbatchError, Unauthenticated, Unavailable
-from genbatch.proto.messages import HelloRequest
 from genbatch.proto.rpc import CallReceived, Refused, ServerConnection, error_message
+from genbatch.proto.service_messages import HelloRequest
 from genbatch.proto.validation import check_type
 
 logger = logging.getLogger(__name__)

@@ -65,7 +65,8 @@ from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runner import Entry, LayerGroup, LoraAdapter, RaggedBatch
 from genbatch.nif.sampling.sampler import Sampled, SampleFault
 from genbatch.proto.errors import GenbatchError
-from genbatch.proto.messages import DrainRequest, FinishReason, GenerateRequest, Token
+from genbatch.proto.messages import FinishReason, GenerateRequest, Token
+from genbatch.proto.service_messages import DrainRequest
 
 
 class PlanCheck(Flight):

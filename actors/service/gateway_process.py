@@ -61,7 +61,7 @@ from genbatch.actors.service.served_models import ServedModels
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import OptionError
 from genbatch.nif.models.model_names import check_source, written_path
-from genbatch.proto.messages import DrainRequest
+from genbatch.proto.service_messages import DrainRequest
 
 if TYPE_CHECKING:  # needs an extra
     from genbatch.actors.gateways.http.http_gateway import HTTPGateway

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 
 from genbatch.actors.batcher.messages import DRAINING, RETRY_AFTER_DRAIN_MS
 from genbatch.proto.errors import GenbatchError, QueueFull, Unavailable
-from genbatch.proto.messages import ModelState
+from genbatch.proto.service_messages import ModelState
 
 # Seconds until a model is loaded again after its load has failed: twice as long after each failure.
 BACK_OFF_S, MAX_BACK_OFF_S = 1.0, 60.0

@@ -21,7 +21,7 @@ from genbatch.actors.observing.observe import log_event
 from genbatch.actors.runtime.errors import ActorDown, CallTimeout
 from genbatch.actors.service.loaded_models import LoadedModels, OnDemandModel, Residence, Ticket
 from genbatch.proto.errors import DeadlineExceeded
-from genbatch.proto.messages import ModelState
+from genbatch.proto.service_messages import ModelState
 
 
 class ModelKeeper:

@@ -58,7 +58,7 @@ from genbatch.actors.service.on_demand import EngineOnDemand, ModelOnDemand, mod
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.served_models import BY_MODEL, unknown_card
 from genbatch.nif.engine_options import EngineOptions
-from genbatch.proto.messages import Models
+from genbatch.proto.service_messages import Models
 
 
 class Side(Protocol):

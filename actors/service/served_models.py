@@ -21,7 +21,8 @@ from genbatch.actors.gateways.dispatcher import Callee
 from genbatch.actors.runtime.errors import ActorDown, CallTimeout
 from genbatch.actors.service.model_keeper import ModelKeeper
 from genbatch.proto.errors import InvalidRequest, ModelNotFound, Unavailable
-from genbatch.proto.messages import (
+from genbatch.proto.methods import Lane, lane_of
+from genbatch.proto.service_messages import (
     Drained,
     DrainRequest,
     Health,
@@ -35,7 +36,6 @@ from genbatch.proto.messages import (
     StatsRequest,
     UnloadAdapterRequest,
 )
-from genbatch.proto.methods import Lane, lane_of
 
 # From best to worst; a service has the status of its worst engine.
 _STATUSES: tuple[HealthStatus, ...] = ("ready", "draining", "stuck", "down")

@@ -32,7 +32,7 @@ from genbatch.actors.service.processes import EngineRunner, Joint, kept_running
 from genbatch.nif.context.engine import Engine, load_engine
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.models.hub import Progress
-from genbatch.proto.messages import DrainRequest, Models, ModelsRequest, StatsRequest
+from genbatch.proto.service_messages import DrainRequest, Models, ModelsRequest, StatsRequest
 
 # The step in flight ends first. A long prefill chunk of a large model takes seconds on a CPU.
 BATCHER_SHUTDOWN_S = 30.0

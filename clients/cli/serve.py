@@ -32,7 +32,7 @@ from genbatch.clients.cli.settings import ConfigFlags, models_on_demand, setting
 from genbatch.nif.cores import multiplies_int8
 from genbatch.nif.engine_options import EngineOptions, is_torchrun, torchrun_rank
 from genbatch.nif.models.model_names import written_path
-from genbatch.proto.messages import ModelCard, Models
+from genbatch.proto.service_messages import ModelCard, Models
 
 if TYPE_CHECKING:
     from genbatch.actors.fleet.routing import ScaleRule

@@ -28,7 +28,7 @@ from genbatch.actors.service.options import ServiceOptions
 from genbatch.clients.fleet.ray_replicas import RayReplicas
 from genbatch.clients.fleet.replicas import Described, RayUnavailable, ReplicaConnection, Replicas
 from genbatch.proto.errors import GenbatchError, Unavailable
-from genbatch.proto.messages import DrainRequest, HealthRequest, Models, ModelsRequest, StatsRequest
+from genbatch.proto.service_messages import DrainRequest, HealthRequest, Models, ModelsRequest, StatsRequest
 
 logger = logging.getLogger(__name__)
 

@@ -18,13 +18,13 @@ from genbatch.clients.transports import Transport
 from genbatch.nif.errors import OptionError
 from genbatch.proto.errors import Unauthenticated, Unavailable
 from genbatch.proto.messages import (
+    DrawnTokens,
     EmbedRequest,
     GenerateRequest,
     Result,
     ScoreRequest,
     Token,
 )
-from genbatch.proto.validation import DrawnTokens
 
 # The timeout in seconds after which a silent replica with open calls counts as gone.
 SILENCE_S = 5.0

@@ -23,7 +23,8 @@ from genbatch.actors.engine.child_process import Join
 from genbatch.actors.engine.link import EngineSession, FrameStream
 from genbatch.actors.engine.remote_batcher import RemoteBatcher
 from genbatch.actors.runtime.actor import NOREPLY, ActorRef, From, GenServer, reply, start
-from genbatch.proto.messages import GenerateRequest, Health, HealthRequest, Models, Result, Token, Usage
+from genbatch.proto.messages import GenerateRequest, Result, Token, Usage
+from genbatch.proto.service_messages import Health, HealthRequest, Models
 
 RESULT = Result(text="", token_ids=[], finish_reason="length", usage=Usage(prompt_tokens=1, completion_tokens=1))
 TEXTS = (" the", " of", " answer", "ing", ",")

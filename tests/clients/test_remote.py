@@ -13,7 +13,8 @@ from genbatch.clients.interface import Client, ClientClosed, StreamNotEnded
 from genbatch.clients.remote import RemoteClient, Retry, RPCClient, ZeroMQClient
 from genbatch.proto.codec import REQUEST_LIMITS
 from genbatch.proto.errors import EngineError, FrameTooLarge, InvalidRequest, QueueFull, Unavailable
-from genbatch.proto.messages import Drained, Health, Message, Result, Token, Usage
+from genbatch.proto.messages import Message, Result, Token, Usage
+from genbatch.proto.service_messages import Drained, Health
 from tests.actors.gateways.scripted_batcher import CARD, served
 
 pytestmark = [pytest.mark.trio, pytest.mark.parametrize("transport", ["ipc", "unix"])]

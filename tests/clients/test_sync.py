@@ -16,7 +16,7 @@ from genbatch.clients.interface import ClientClosed, StreamNotEnded, SyncClient
 from genbatch.clients.remote import Retry
 from genbatch.clients.sync import WINDOW, SyncRemoteClient, SyncRPCClient, SyncRPCTransport, SyncZeroMQClient
 from genbatch.proto.errors import EngineError, InvalidRequest, QueueFull, Unavailable
-from genbatch.proto.messages import Drained, Health
+from genbatch.proto.service_messages import Drained, Health
 from tests.actors.gateways.scripted_batcher import CARD, PATIENCE_S, Served, served
 
 T = TypeVar("T")

@@ -26,7 +26,7 @@ from genbatch.clients.interface import Client, ClientClosed
 from genbatch.clients.remote import Retry, ZeroMQClient
 from genbatch.clients.sync import SyncZeroMQClient
 from genbatch.proto.errors import GenbatchError, MalformedMessage, Unavailable
-from genbatch.proto.validation import DrawnTokens
+from genbatch.proto.messages import DrawnTokens
 from tests.actors.gateways.scripted_batcher import PATIENCE_S, ScriptedBatcher, served
 
 pytestmark = pytest.mark.trio

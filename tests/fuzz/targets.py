@@ -24,7 +24,7 @@ from genbatch.proto.codec import (
     to_generate_request,
 )
 from genbatch.proto.errors import FrameTooLarge, InvalidRequest, MalformedMessage
-from genbatch.proto.messages import DetokenizeRequest, DrainRequest, Token, TokenizeRequest
+from genbatch.proto.messages import DetokenizeRequest, Token, TokenizeRequest
 from genbatch.proto.rpc import (
     CallReceived,
     CancelRequest,
@@ -34,6 +34,7 @@ from genbatch.proto.rpc import (
     Refused,
     ServerConnection,
 )
+from genbatch.proto.service_messages import DrainRequest
 from genbatch.proto.validation import (
     RequestLimits,
     check_type,

@@ -3,8 +3,9 @@
 import pytest
 
 from genbatch.proto.errors import InvalidRequest
-from genbatch.proto.messages import GenerateRequest, HealthRequest, ModelsRequest, StatsRequest, TokenizeRequest
+from genbatch.proto.messages import GenerateRequest, TokenizeRequest
 from genbatch.proto.methods import METHODS, Lane, method_of
+from genbatch.proto.service_messages import HealthRequest, ModelsRequest, StatsRequest
 from genbatch.proto.validation import check_type
 
 

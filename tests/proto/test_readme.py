@@ -10,22 +10,10 @@ import pytest
 import trio
 
 from genbatch.proto.errors import CLASSES
-from genbatch.proto.messages import (
-    DetokenizeRequest,
-    Drained,
-    DrainRequest,
-    GenerateRequest,
-    Health,
-    Hello,
-    HelloRequest,
-    ModelCard,
-    Result,
-    Text,
-    TokenIds,
-    TokenizeRequest,
-)
+from genbatch.proto.messages import DetokenizeRequest, GenerateRequest, Result, Text, TokenIds, TokenizeRequest
 from genbatch.proto.methods import METHODS
 from genbatch.proto.rpc import StreamOptions
+from genbatch.proto.service_messages import Drained, DrainRequest, Health, Hello, HelloRequest, ModelCard
 from tests.actors.gateways.scripted_batcher import served
 
 README = (Path(__file__).parent.parent.parent / "proto" / "README.md").read_text()

@@ -17,7 +17,7 @@ from genbatch.proto.errors import (
     QueueFull,
     from_wire,
 )
-from genbatch.proto.messages import GenerateRequest, Message, Token
+from genbatch.proto.messages import DrawnTokens, GenerateRequest, Message, Token
 from genbatch.proto.rpc import (
     MAX_CREDIT,
     CallAnswered,
@@ -37,7 +37,6 @@ from genbatch.proto.rpc import (
     token_message,
     tokens_message,
 )
-from genbatch.proto.validation import DrawnTokens
 
 
 def pack(message: Any) -> bytes:

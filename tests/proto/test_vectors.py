@@ -21,7 +21,6 @@ from genbatch.actors.runtime.zeromq_socket import open_socket
 from genbatch.clients.transports import RPCLink
 from genbatch.proto.codec import to_answer
 from genbatch.proto.errors import InvalidRequest, MalformedMessage
-from genbatch.proto.messages import Hello
 from genbatch.proto.methods import METHODS
 from genbatch.proto.rpc import (
     STREAM_OPTIONS,
@@ -37,6 +36,7 @@ from genbatch.proto.rpc import (
     StreamOptions,
 )
 from genbatch.proto.schema import wire_schema
+from genbatch.proto.service_messages import Hello
 from tests.actors.gateways.scripted_batcher import ScriptedBatcher, served
 from tests.proto.vectors import CURRENT, SAMPLES, SCHEMA_FILE, VECTORS, Exchange, as_json, exchange, typed_params
 

@@ -18,13 +18,9 @@ import msgspec
 from genbatch.proto.codec import to_generate_request
 from genbatch.proto.errors import EngineLost, InvalidRequest, QueueFull
 from genbatch.proto.messages import (
-    Drained,
+    DrawnTokens,
     Embeddings,
     GenerateRequest,
-    Health,
-    Hello,
-    ModelCard,
-    Models,
     Result,
     Scores,
     SessionState,
@@ -48,7 +44,8 @@ from genbatch.proto.rpc import (
     tokens_message,
 )
 from genbatch.proto.schema import wire_schema
-from genbatch.proto.validation import DrawnTokens, check_type
+from genbatch.proto.service_messages import Drained, Health, Hello, ModelCard, Models
+from genbatch.proto.validation import check_type
 
 VECTORS = Path(__file__).parent.parent.parent / "proto" / "vectors"
 CURRENT = VECTORS / "current.json"

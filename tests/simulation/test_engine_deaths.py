@@ -18,7 +18,8 @@ from genbatch.actors.engine.remote_batcher import RemoteBatcher
 from genbatch.actors.runtime.actor import start
 from genbatch.nif.context import Context
 from genbatch.proto.errors import EngineLost
-from genbatch.proto.messages import GenerateRequest, ModelsRequest, Result, Token
+from genbatch.proto.messages import GenerateRequest, Result, Token
+from genbatch.proto.service_messages import ModelsRequest
 from tests.simulation.history_runner import HistoryRunner
 from tests.simulation.pipe import End, pair
 from tests.simulation.seeded_loop import run_seeded

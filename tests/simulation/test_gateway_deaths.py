@@ -22,8 +22,9 @@ from genbatch.clients.remote import RemoteClient, Retry
 from genbatch.clients.transports import ConnectionLost, RPCTransport
 from genbatch.nif.context import Context
 from genbatch.proto.errors import Unavailable
-from genbatch.proto.messages import Hello, ModelsRequest, Result, Token
+from genbatch.proto.messages import Result, Token
 from genbatch.proto.rpc import StreamOptions
+from genbatch.proto.service_messages import Hello, ModelsRequest
 from tests.simulation.history_runner import HistoryRunner
 from tests.simulation.pipe import End, pair
 from tests.simulation.seeded_loop import run_seeded

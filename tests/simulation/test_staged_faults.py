@@ -13,8 +13,9 @@ from genbatch.actors.gateways.session import STALLED_S
 from genbatch.nif.errors import OutOfBlocks
 from genbatch.nif.models.loaded_model import Model
 from genbatch.proto.errors import Cancelled
-from genbatch.proto.messages import GenerateRequest, HealthRequest
+from genbatch.proto.messages import GenerateRequest
 from genbatch.proto.rpc import StreamOptions
+from genbatch.proto.service_messages import HealthRequest
 from tests.simulation.history_runner import HistoryRunner, expected
 from tests.simulation.sim_service import DELAY_S, STEP_S, SimCall, SimCaller, SimService, run_simulated
 

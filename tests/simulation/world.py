@@ -27,7 +27,8 @@ from genbatch.actors.scheduling.plan import BatchingType
 from genbatch.actors.scheduling.scheduler import PauseOrder, SchedulerPolicy
 from genbatch.nif.context import Context
 from genbatch.nif.models.loaded_model import Model
-from genbatch.proto.messages import ModelsRequest, Result
+from genbatch.proto.messages import Result
+from genbatch.proto.service_messages import ModelsRequest
 from tests.simulation.faults import Faults
 from tests.simulation.history_runner import (
     FIRST_PLAIN,

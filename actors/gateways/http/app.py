@@ -76,7 +76,8 @@ from genbatch.actors.gateways.http.text_endpoints import (
 from genbatch.actors.observing.metrics import render
 from genbatch.actors.security.security import Security
 from genbatch.proto.errors import EngineError, Forbidden, GenbatchError, InvalidRequest
-from genbatch.proto.messages import GenerateRequest, ModelCard
+from genbatch.proto.messages import GenerateRequest
+from genbatch.proto.service_messages import ModelCard
 from genbatch.proto.validation import check_type
 
 _SCHEMAS = "#/components/schemas/{name}"

@@ -45,7 +45,8 @@ from genbatch.actors.gateways.http.openai_answer import chat_logprobs, token_log
 from genbatch.actors.gateways.http.openai_request import TOOL_FIELDS, is_run_by_client
 from genbatch.actors.gateways.http.service_calls import HTTPCaller, HTTPCalls, OpenCalls, TokenTexts
 from genbatch.proto.errors import GenbatchError, InvalidRequest
-from genbatch.proto.messages import ModelCard, Result, Token, TokenLogprob
+from genbatch.proto.messages import Result, Token, TokenLogprob
+from genbatch.proto.service_messages import ModelCard
 
 # Programs refuse older servers. This is the version of Ollama that has all that is served here.
 OLLAMA_VERSION = "0.12.0"

@@ -26,18 +26,8 @@ from genbatch.actors.security.key_files import bearer_token
 from genbatch.actors.security.security import Authenticate, is_loopback
 from genbatch.proto.codec import REQUEST_LIMITS
 from genbatch.proto.errors import Forbidden, FrameTooLarge, GenbatchError, ModelNotFound, Unauthenticated, Unavailable
-from genbatch.proto.messages import (
-    Embeddings,
-    GenerateRequest,
-    Health,
-    ModelCard,
-    Models,
-    Result,
-    Scores,
-    Text,
-    Token,
-    TokenIds,
-)
+from genbatch.proto.messages import Embeddings, GenerateRequest, Result, Scores, Text, Token, TokenIds
+from genbatch.proto.service_messages import Health, ModelCard, Models
 
 TextOf = Callable[[int], Awaitable[str]]
 

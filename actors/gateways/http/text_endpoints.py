@@ -20,7 +20,8 @@ from genbatch.actors.gateways.http.generating import NewFields, cancel_when_gone
 from genbatch.actors.gateways.http.service_calls import HTTPCaller, HTTPCalls, OpenCalls
 from genbatch.actors.runtime.supervisor import background
 from genbatch.proto.errors import InvalidRequest
-from genbatch.proto.messages import ModelCard, Scores, Usage, ranking_of
+from genbatch.proto.messages import Scores, Usage, ranking_of
+from genbatch.proto.service_messages import ModelCard
 
 NO_EMBEDDINGS = (
     "there are no embeddings: {} was trained to continue text, and its hidden states are no measure of what a text "

@@ -21,7 +21,8 @@ from genbatch.nif.context import Context
 from genbatch.nif.kv.kv_cache import KVCache
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest, PromptTooLong, QueueFull
-from genbatch.proto.messages import GenerateRequest, Message, Result, StatsRequest, Token
+from genbatch.proto.messages import GenerateRequest, Message, Result, Token
+from genbatch.proto.service_messages import StatsRequest
 from genbatch.proto.validation import RequestLimits
 from tests.actors.batcher.bench import Bench, OracleOf, TinyModel, batcher, gather, prompt_of
 from tests.waiting import a_moment

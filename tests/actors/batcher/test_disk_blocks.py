@@ -15,7 +15,8 @@ from genbatch.nif.kv.disk_cache import DiskCache
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.model import load_model
 from genbatch.nif.native.runner import native_runner
-from genbatch.proto.messages import GenerateRequest, Result, StatsRequest, Token
+from genbatch.proto.messages import GenerateRequest, Result, Token
+from genbatch.proto.service_messages import StatsRequest
 from tests.actors.batcher.bench import Bench, batcher, gather, prompt_of
 from tests.nif.native.models import build_native_model
 from tests.nif.tiny_models import build_tokenizer

@@ -17,7 +17,8 @@ from genbatch.nif.runner import Runner
 from genbatch.nif.runners.encoder_runner import EncoderRunner
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.proto.errors import DeadlineExceeded, EngineError, InvalidRequest, PromptTooLong, QueueFull
-from genbatch.proto.messages import EmbedRequest, GenerateRequest, StatsRequest, Token
+from genbatch.proto.messages import EmbedRequest, GenerateRequest, Token
+from genbatch.proto.service_messages import StatsRequest
 from tests.actors.batcher.bench import Bench, batcher, prompt_of
 from tests.nif.embedders import EMBEDDERS, ENCODERS, EmbeddingOracle
 from tests.oracle import Oracle

@@ -15,8 +15,16 @@ from genbatch.nif.context.engine import choose_runner
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.models.model import load_model
 from genbatch.proto.errors import EngineLost, GenbatchError, InvalidRequest, QueueFull
-from genbatch.proto.messages import GenerateRequest, Message, NamedTool, ResponseFormat, Result, Token, Tool
-from genbatch.proto.validation import DrawnTokens
+from genbatch.proto.messages import (
+    DrawnTokens,
+    GenerateRequest,
+    Message,
+    NamedTool,
+    ResponseFormat,
+    Result,
+    Token,
+    Tool,
+)
 from tests.actors.batcher.bench import Bench, batcher, prompt_of
 from tests.nif.native.models import build_native_model
 from tests.nif.tiny_models import build_tokenizer

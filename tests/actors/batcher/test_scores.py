@@ -17,7 +17,8 @@ from genbatch.nif.runner import Runner
 from genbatch.nif.runners.encoder_runner import EncoderRunner
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.proto.errors import DeadlineExceeded, InvalidRequest, PromptTooLong
-from genbatch.proto.messages import EmbedRequest, ScoreRequest, StatsRequest
+from genbatch.proto.messages import EmbedRequest, ScoreRequest
+from genbatch.proto.service_messages import StatsRequest
 from tests.actors.batcher.bench import Bench, batcher
 from tests.nif.scorers import SCORERS, ScoreOracle
 

@@ -15,14 +15,7 @@ from genbatch.nif.models.loaded_model import Model
 from genbatch.proto.errors import InvalidRequest, Unavailable
 from genbatch.proto.messages import (
     DetokenizeRequest,
-    Drained,
-    DrainRequest,
-    Health,
-    HealthRequest,
     Message,
-    ModelCard,
-    Models,
-    ModelsRequest,
     Result,
     Text,
     Token,
@@ -30,6 +23,15 @@ from genbatch.proto.messages import (
     TokenizeRequest,
     Tool,
     ToolCall,
+)
+from genbatch.proto.service_messages import (
+    Drained,
+    DrainRequest,
+    Health,
+    HealthRequest,
+    ModelCard,
+    Models,
+    ModelsRequest,
 )
 from tests.actors.batcher.bench import Bench, batcher
 

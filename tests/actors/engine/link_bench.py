@@ -22,20 +22,22 @@ from genbatch.proto.errors import (
 )
 from genbatch.proto.messages import (
     DetokenizeRequest,
-    Drained,
-    DrainRequest,
     GenerateRequest,
-    Health,
-    HealthRequest,
-    ModelCard,
-    Models,
     Result,
-    StatsRequest,
     Text,
     Token,
     TokenIds,
     TokenizeRequest,
     Usage,
+)
+from genbatch.proto.service_messages import (
+    Drained,
+    DrainRequest,
+    Health,
+    HealthRequest,
+    ModelCard,
+    Models,
+    StatsRequest,
 )
 
 CARD = ModelCard(

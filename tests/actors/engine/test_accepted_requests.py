@@ -17,8 +17,7 @@ from genbatch.actors.engine.accepted_requests import (
     Stage,
 )
 from genbatch.proto.errors import DeadlineExceeded, EngineLost, MalformedMessage, Unavailable
-from genbatch.proto.messages import GenerateRequest, Token, ToolCallDelta
-from genbatch.proto.validation import DrawnTokens
+from genbatch.proto.messages import DrawnTokens, GenerateRequest, Token, ToolCallDelta
 
 
 def ask(prompt: str = "go", **params: Any) -> GenerateRequest:

@@ -23,7 +23,7 @@ from genbatch.actors.engine.child_process import (
 from genbatch.actors.engine.engine_process import EngineProcess
 from genbatch.actors.engine.link import EngineSession, FrameStream
 from genbatch.nif.errors import ModelError
-from genbatch.proto.messages import Models
+from genbatch.proto.service_messages import Models
 
 NONE, CHANGED = Models(models=()), Models(models=())
 START = StartEngine(engine_options=b"", batcher_options=b"")  # type: ignore[arg-type]

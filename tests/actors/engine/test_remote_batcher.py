@@ -26,16 +26,10 @@ from genbatch.proto.errors import (
 )
 from genbatch.proto.messages import (
     DetokenizeRequest,
-    Drained,
-    DrainRequest,
+    DrawnTokens,
     EmbedRequest,
     GenerateRequest,
-    Health,
-    HealthRequest,
-    Models,
-    ModelsRequest,
     ScoreRequest,
-    StatsRequest,
     Text,
     Token,
     TokenIds,
@@ -49,7 +43,15 @@ from genbatch.proto.rpc import (
     notification,
     tokens_message,
 )
-from genbatch.proto.validation import DrawnTokens
+from genbatch.proto.service_messages import (
+    Drained,
+    DrainRequest,
+    Health,
+    HealthRequest,
+    Models,
+    ModelsRequest,
+    StatsRequest,
+)
 from tests.actors.engine.link_bench import CARD, OPTIONS, Bench, Scripted, settle, until
 
 

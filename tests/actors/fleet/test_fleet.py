@@ -23,24 +23,26 @@ from genbatch.proto.errors import (
 )
 from genbatch.proto.messages import (
     DetokenizeRequest,
-    Drained,
-    DrainRequest,
+    DrawnTokens,
     EmbedRequest,
     GenerateRequest,
-    Health,
-    HealthRequest,
-    ModelCard,
-    ModelsRequest,
     Result,
     ScoreRequest,
-    StatsRequest,
     Text,
     Token,
     TokenIds,
     TokenizeRequest,
     Usage,
 )
-from genbatch.proto.validation import DrawnTokens
+from genbatch.proto.service_messages import (
+    Drained,
+    DrainRequest,
+    Health,
+    HealthRequest,
+    ModelCard,
+    ModelsRequest,
+    StatsRequest,
+)
 
 CARD = ModelCard(
     id="m", n_ctx=512, n_parallel=2, vocab_size=99, dtype="float32", quantize="none", runner="x", device="cpu"

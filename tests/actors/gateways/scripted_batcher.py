@@ -17,21 +17,23 @@ from genbatch.actors.runtime.actor import NOREPLY, ActorRef, Down, From, GenServ
 from genbatch.proto.errors import EngineError, GenbatchError, QueueFull
 from genbatch.proto.messages import (
     DetokenizeRequest,
-    Drained,
-    DrainRequest,
     FinishReason,
-    Health,
-    HealthRequest,
-    ModelCard,
-    Models,
-    ModelsRequest,
     Result,
-    StatsRequest,
     Text,
     Token,
     TokenIds,
     TokenizeRequest,
     Usage,
+)
+from genbatch.proto.service_messages import (
+    Drained,
+    DrainRequest,
+    Health,
+    HealthRequest,
+    ModelCard,
+    Models,
+    ModelsRequest,
+    StatsRequest,
 )
 from genbatch.proto.validation import RequestLimits, validate_request
 

@@ -20,7 +20,7 @@ from genbatch.actors.gateways.listening import Door, ListeningSockets
 from genbatch.actors.gateways.rpc_gateway import RPCGateway
 from genbatch.actors.gateways.zeromq_gateway import ZeroMQGateway
 from genbatch.actors.runtime.actor import start
-from genbatch.proto.validation import DrawnTokens
+from genbatch.proto.messages import DrawnTokens
 from tests.actors.gateways.scripted_batcher import PATIENCE_S, ScriptedBatcher
 from tests.waiting import a_moment
 

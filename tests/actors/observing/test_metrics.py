@@ -19,7 +19,8 @@ from genbatch.nif.context import Context
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.proto.errors import InvalidRequest, QueueFull
-from genbatch.proto.messages import GenerateRequest, StatsRequest, Token
+from genbatch.proto.messages import GenerateRequest, Token
+from genbatch.proto.service_messages import StatsRequest
 from tests.waiting import a_moment
 
 TinyModel = Callable[[str], Model]

@@ -30,7 +30,8 @@ from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runner import RaggedBatch
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.proto.errors import DeadlineExceeded, GenbatchError
-from genbatch.proto.messages import DrainRequest, GenerateRequest, Message, Token
+from genbatch.proto.messages import GenerateRequest, Message, Token
+from genbatch.proto.service_messages import DrainRequest
 from tests.simulation.sim_worker import SimWorker
 
 TinyModel = Callable[[str], Model]

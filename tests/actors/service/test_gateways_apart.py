@@ -23,7 +23,8 @@ from genbatch.actors.service.gateway_process import OF_GATEWAYS, Listeners
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.processes import EngineRunner, GatewayRunner, open_processes
 from genbatch.nif.engine_options import EngineOptions
-from genbatch.proto.messages import Models, Result
+from genbatch.proto.messages import Result
+from genbatch.proto.service_messages import Models
 from tests.actors.gateways.scripted_batcher import PATIENCE_S, ScriptedBatcher
 
 pytestmark = pytest.mark.trio

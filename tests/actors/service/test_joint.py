@@ -7,7 +7,7 @@ import trio
 
 from genbatch.actors.engine.child_process import Join
 from genbatch.actors.service.processes import Joint
-from genbatch.proto.messages import Models
+from genbatch.proto.service_messages import Models
 
 pytestmark = pytest.mark.trio
 

@@ -22,9 +22,9 @@ from genbatch.actors.service.served_models import ServedModels
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import OptionError
 from genbatch.proto.errors import DeadlineExceeded, GenbatchError, QueueFull, Unavailable
-from genbatch.proto.messages import (
+from genbatch.proto.messages import GenerateRequest, TokenizeRequest
+from genbatch.proto.service_messages import (
     DrainRequest,
-    GenerateRequest,
     Health,
     HealthRequest,
     LoadModelRequest,
@@ -32,7 +32,6 @@ from genbatch.proto.messages import (
     Models,
     ModelsRequest,
     StatsRequest,
-    TokenizeRequest,
 )
 from tests.actors.gateways.http.serving import served_http
 from tests.actors.service.test_served_models import card

@@ -14,12 +14,10 @@ from genbatch.clients.cli.command import UsageError
 from genbatch.clients.cli.serve import default_name, engines_of, named_models
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.proto.errors import ModelNotFound, Unavailable
-from genbatch.proto.messages import (
-    DetokenizeRequest,
+from genbatch.proto.messages import DetokenizeRequest, EmbedRequest, GenerateRequest, TokenizeRequest
+from genbatch.proto.service_messages import (
     Drained,
     DrainRequest,
-    EmbedRequest,
-    GenerateRequest,
     Health,
     HealthRequest,
     HealthStatus,
@@ -27,7 +25,6 @@ from genbatch.proto.messages import (
     Models,
     ModelsRequest,
     StatsRequest,
-    TokenizeRequest,
 )
 
 

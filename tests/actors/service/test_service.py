@@ -16,7 +16,8 @@ from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.service import Service, open_service
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.proto.errors import InvalidRequest, Unavailable
-from genbatch.proto.messages import Payer, Result, StatsRequest
+from genbatch.proto.messages import Payer, Result
+from genbatch.proto.service_messages import StatsRequest
 from tests.actors import holding_scheduler
 from tests.actors.holding_scheduler import ENDLESS
 from tests.waiting import a_moment, until_idle

@@ -25,7 +25,8 @@ from genbatch.clients.cli.stats import TopHistory, stats_table, top_screen
 from genbatch.nif.context import Context
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runners.torch_runner import TorchRunner
-from genbatch.proto.messages import GenerateRequest, StatsRequest, Token
+from genbatch.proto.messages import GenerateRequest, Token
+from genbatch.proto.service_messages import StatsRequest
 
 
 async def stats_in_mid_run(model: Model) -> dict[str, Any]:

@@ -10,17 +10,8 @@ from genbatch import open_batcher
 from genbatch.clients.fleet.replicas import ReplicaConnection
 from genbatch.clients.transports import ZeroMQTransport
 from genbatch.proto.errors import InvalidRequest, Unavailable
-from genbatch.proto.messages import (
-    DetokenizeRequest,
-    DrainRequest,
-    GenerateRequest,
-    HealthRequest,
-    Message,
-    ModelsRequest,
-    StatsRequest,
-    Token,
-    TokenizeRequest,
-)
+from genbatch.proto.messages import DetokenizeRequest, GenerateRequest, Message, Token, TokenizeRequest
+from genbatch.proto.service_messages import DrainRequest, HealthRequest, ModelsRequest, StatsRequest
 
 
 @pytest.mark.trio

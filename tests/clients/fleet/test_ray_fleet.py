@@ -21,7 +21,7 @@ from genbatch.clients.fleet.replicas import Described, ReplicaConnection
 from genbatch.clients.transports import ZeroMQTransport
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.proto.errors import Unavailable
-from genbatch.proto.messages import HealthRequest
+from genbatch.proto.service_messages import HealthRequest
 from tests.actors.service.running_service import TIMEOUT_S, is_running
 from tests.waiting import a_moment
 

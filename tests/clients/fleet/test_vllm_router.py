@@ -18,7 +18,8 @@ from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.service import open_service
 from genbatch.nif.engine_options import EngineOptions
-from genbatch.proto.messages import GenerateRequest, StatsRequest
+from genbatch.proto.messages import GenerateRequest
+from genbatch.proto.service_messages import StatsRequest
 from tests.actors.service.running_service import TIMEOUT_S
 from tests.waiting import a_moment
 

@@ -30,7 +30,7 @@ from genbatch.actors.service.service import open_service
 from genbatch.nif.context.engine import EngineOptions
 from genbatch.nif.errors import OptionError
 from genbatch.proto.errors import DeadlineExceeded
-from genbatch.proto.messages import StatsRequest
+from genbatch.proto.service_messages import StatsRequest
 from tests.actors.gateways.http.serving import ServedHTTP, served_http
 from tests.actors.gateways.scripted_batcher import ScriptedBatcher
 from tests.waiting import ENGINE_PATIENCE_S

@@ -22,7 +22,8 @@ from genbatch.actors.security.curve_keys import KeyStore
 from genbatch.actors.security.key_files import InsecureBind, TokenFile, server_context
 from genbatch.actors.security.security import Security
 from genbatch.proto.errors import DeadlineExceeded, EngineError, Forbidden, GenbatchError, Unavailable
-from genbatch.proto.messages import Choice, Health, Result, Usage
+from genbatch.proto.messages import Choice, Result, Usage
+from genbatch.proto.service_messages import Health
 from tests.actors.gateways.http.serving import served_http
 from tests.actors.gateways.scripted_batcher import PATIENCE_S, ScriptedBatcher
 from tests.waiting import received_until

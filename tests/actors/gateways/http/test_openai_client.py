@@ -18,7 +18,8 @@ from genbatch.actors.security.curve_keys import KeyStore
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.service import Service, open_service
 from genbatch.nif.context.engine import EngineOptions
-from genbatch.proto.messages import GenerateRequest, Message, Result, StatsRequest
+from genbatch.proto.messages import GenerateRequest, Message, Result
+from genbatch.proto.service_messages import StatsRequest
 from tests.actors import holding_scheduler
 from tests.actors.holding_scheduler import ENDLESS
 from tests.tool_models import tool_model

@@ -21,7 +21,8 @@ from genbatch.actors.security.curve_keys import KeyStore
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.service import open_service
 from genbatch.nif.context.engine import EngineOptions
-from genbatch.proto.messages import Models, ModelsRequest, StatsRequest, Token, ToolCall, ToolCallDelta
+from genbatch.proto.messages import Token, ToolCall, ToolCallDelta
+from genbatch.proto.service_messages import Models, ModelsRequest, StatsRequest
 from tests.actors.gateways.http.chromium import find_chromium, open_page
 from tests.actors.gateways.http.serving import served_http
 from tests.actors.gateways.scripted_batcher import CARD, Held, ScriptedBatcher
