@@ -31,8 +31,8 @@ from genbatch.actors.scheduling.scheduler import (
     build_scheduler,
     normalize_output,
 )
+from genbatch.nif.kv.block_tables import Beginning
 from genbatch.nif.kv.kv_cache import KVCache
-from genbatch.nif.kv.reservation import Beginning
 from genbatch.nif.runner import LayerGroup
 from genbatch.nif.step_costs import StepWork
 from genbatch.nif.step_time import StepTimeModel

@@ -11,25 +11,344 @@ end comes before another client can take the identity of the ended connection.
 ZAPHandler: tells libzmq which clients' keys are on the list (ZeroMQ RFC 27). libzmq asks at each handshake, over a
 socket inside the process, before it accepts a frame of the client. After that, every message carries the client's key
 as its User-Id.
+
+UnfinishedMessages bounds the memory that libzmq uses for messages of all TCP connections. libzmq delivers whole
+messages only. It keeps the frames of a message until the message ends, and bounds neither their number nor their bytes.
+The kernel reports the received bytes of a connection, and the bytes that libzmq has not read. The difference, less the
+delivered messages, is in libzmq's memory: messages and heartbeats.
+
+Heartbeats look like frames here, and their bytes are never delivered. So a connection may hold as many bytes as its
+heartbeats. It is ended only if the room is full and no connection holds more than heartbeats.
+
+libzmq also keeps the whole messages of a connection that has ended. They count until the queue is empty. While they
+fill the room, the gateway accepts no new connections: a peer cannot fill more memory by connecting again.
 """
 
+import array
 import contextlib
+import fcntl
 import logging
+import math
+import os
+import select
 import socket
 import struct
+import sys
+import termios
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
 
 import trio
+import trio.lowlevel
 import zmq
 from zmq.utils import z85
 
 from genbatch.actors.gateways.accepting import max_connections
-from genbatch.actors.gateways.unfinished_messages import UnfinishedMessages
+from genbatch.actors.runtime import zeromq_socket
 from genbatch.actors.runtime.zeromq_socket import Frames, ZeroMQSocket, monitored, pumped
 from genbatch.actors.security.curve_keys import ServerKeys
+from genbatch.proto.codec import MAX_TRANSPORT_BYTES
 
 logger = logging.getLogger(__name__)
+
+# The limit of one connection. A message that is merely too large must arrive, so that its sender gets an error.
+MAX_BYTES_BETWEEN = 2 * MAX_TRANSPORT_BYTES
+# The limit of all connections. Frames without content take 33 times as much memory: 64 bytes for two on the wire.
+MAX_UNFINISHED = 16 * 2**20
+# Whole messages that wait to be taken count, too, so the limit is this much higher meanwhile.
+SPARE_FOR_WHOLE = 4
+# A whole frame counts as so many bytes more than it has: libzmq takes 64 for it, and taking it takes time. So 32,768
+# small messages fill the room, twice as many as one client may send at once.
+FRAME_COST = 2048
+# A client with at most this much in libzmq's queue is not ended for the queue of others.
+SMALL = 2**16
+# Seconds between two checks while bytes arrive, and while they come faster than they are taken: libzmq reads 100,000
+# small messages in 0.01 s.
+LOOK_S, HURRY_S = 0.01, 0.001
+# Connections that are accepted each time, and the seconds for them, even if the first ones fill the room at once. The
+# queue keeps its order, so a client behind 15 others that flood gets in. Each brings at most what the kernel holds.
+LEAST_ACCEPTED, ACCEPTING_S = 16, 0.2
+# The most bytes of an honest peer in addition to messages: the handshake, and at each interval a PING and a PONG (16
+# bytes, or 82 with CURVE).
+HANDSHAKE_BYTES, HEARTBEAT_BYTES = 1024, 128
+# CURVE adds the command's name, nonce, code and flags to each frame.
+CURVE_BYTES = 33
+# In Linux's `struct tcp_info`: tcpi_bytes_received.
+_TCP_INFO_BYTES, _BYTES_RECEIVED = 136, 128
+
+
+@dataclass(slots=True)
+class HeldBytes:
+    """The bytes of one connection.
+
+    Args:
+        copy: a second descriptor of the connection, whose counts can be read after libzmq has closed its own.
+        since: when its last whole message was taken, or when it began; seconds on the event loop's clock.
+        taken: a lower bound of its bytes that belong to whole messages.
+        read: the bytes that libzmq had read at the last check.
+        settled: the bytes that libzmq had read at the last check without a waiting whole message.
+        grew: the time of the last check that found more bytes.
+        weight: the cost of a byte in a whole message that waits; None before the connection's first message was taken.
+        is_ending: whether the gateway has ended the connection, and libzmq has not noticed yet.
+    """
+
+    copy: socket.socket
+    since: float
+    taken: int = 0
+    read: int = 0
+    settled: int = 0
+    grew: float = 0.0
+    weight: float | None = None
+    is_ending: bool = False
+
+    @property
+    def num_held(self) -> int:
+        """The bytes that libzmq may hold, including heartbeats."""
+        return max(0, self.read - self.taken)
+
+    def excess(self, now: float) -> int:
+        """Return the bytes that libzmq holds beyond the heartbeats of the time."""
+        intervals = (now - self.since) * 1000 / (zeromq_socket.HEARTBEAT_IVL or 1000)
+        return self.num_held - HANDSHAKE_BYTES - int(HEARTBEAT_BYTES * (intervals + 1))
+
+
+class UnfinishedMessages:
+    """Ends connections that hold too many bytes; inactive on systems without the kernel's counts (not Linux).
+
+    Args:
+        end: ends a connection soon.
+        has_unread: whether whole messages have arrived that were not taken yet.
+        is_encrypted: whether the connections use CURVE.
+
+    Attributes:
+        full: set while new connections must wait.
+        fits: set while they may be accepted.
+    """
+
+    def __init__(self, end: Callable[[int], None], has_unread: Callable[[], bool], *, is_encrypted: bool) -> None:
+        self._end = end
+        self._has_unread = has_unread
+        self._frame_bytes = CURVE_BYTES if is_encrypted else 0
+        self._arrived: dict[int, HeldBytes] = {}
+        self._connections: dict[int, int] = {}  # by descriptor of the copy
+        self._unread: set[int] = set()  # connections with bytes that libzmq had not read at the last check
+        self._left = 0  # the cost of whole messages that ended connections have left
+        self._weight = 1.0  # of messages that were taken lately
+        self._num_accepted, self._accepts_until = 0, -math.inf  # since new connections were let in again
+        self.full, self.fits = trio.Event(), trio.Event()
+        self.fits.set()
+        # Reports connections with new bytes, even after libzmq has read them.
+        self._news = select.epoll() if hasattr(select, "epoll") and hasattr(socket, "TCP_INFO") else None
+
+    @property
+    def num_held(self) -> int:
+        """The bytes that libzmq may hold, of all connections."""
+        return sum(arrived.num_held for arrived in self._arrived.values())
+
+    def begin(self, connection: int) -> None:
+        """Watch a new TCP connection."""
+        if self._news is None:
+            return
+        try:
+            copy = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=os.dup(connection))
+        except OSError:  # it has ended, as libzmq will report; or no descriptor is left
+            self._end(connection)
+            return
+        self.ended(connection)
+        self._num_accepted += 1
+        self._arrived[connection] = HeldBytes(copy, since=trio.current_time())
+        self._connections[copy.fileno()] = connection
+        # A new connection is writable, which is an event: it is checked at once, even if bytes came before.
+        self._news.register(copy, select.EPOLLIN | select.EPOLLOUT | select.EPOLLET)
+
+    def shut_down(self, connection: int) -> bool:
+        """Shut a connection down, so that libzmq closes it; return False for a connection that is not watched.
+
+        The bytes that libzmq has not read are dropped: it would make messages of them.
+        """
+        if (arrived := self._arrived.get(connection)) is None:
+            return False
+        arrived.is_ending = True
+        with suppress(OSError):  # the client was faster
+            arrived.copy.shutdown(socket.SHUT_RDWR)
+            arrived.taken += discard(arrived.copy)
+        return True
+
+    def ended(self, connection: int) -> None:
+        """Forget a connection that libzmq has closed; its whole messages wait on."""
+        arrived = self._arrived.pop(connection, None)
+        if arrived is None:
+            return
+        arrived.read = max(arrived.read, bytes_read(arrived.copy)[0])
+        del self._connections[arrived.copy.fileno()]
+        if self._news is not None:
+            self._news.unregister(arrived.copy)  # closing is not enough while libzmq has its own descriptor open
+        arrived.copy.close()
+        # guard: messages of ended connections
+        if self._has_unread():
+            self._left += self._cost(arrived)
+            self._check_full(MAX_UNFINISHED * SPARE_FOR_WHOLE)
+
+    def took(self, connection: int | None, frames: Sequence[bytes]) -> None:
+        """Book a whole message that was taken; the connection is unknown if it has ended.
+
+        A message of more bytes than the connection has sent was left by an earlier one with the same descriptor.
+        """
+        size = 0
+        for frame in frames:
+            length = len(frame)
+            size += length + self._frame_bytes + (2 if length < 256 else 9)
+        cost = size + FRAME_COST * len(frames)
+        weight = cost / max(1, size)
+        self._weight += (weight - self._weight) / 16
+        arrived = None if connection is None else self._arrived.get(connection)
+        if arrived is None or not self._has_read(arrived, arrived.taken + size):
+            self._left -= cost if cost < self._left else self._left
+            return
+        # While no message waited, this message had not ended, so all bytes until then came before its end.
+        arrived.taken = max(arrived.taken + size, arrived.settled)
+        arrived.since, arrived.weight = trio.current_time(), weight
+
+    def has_read(self, connection: int, num_bytes: int) -> bool:
+        """Return whether libzmq has read so many bytes of a connection; True if the connection is not watched."""
+        arrived = self._arrived.get(connection)
+        return arrived is None or self._has_read(arrived, num_bytes)
+
+    def _has_read(self, arrived: HeldBytes, num_bytes: int) -> bool:
+        if arrived.read < num_bytes:
+            arrived.read = max(arrived.read, bytes_read(arrived.copy)[0])
+        return arrived.read >= num_bytes
+
+    def emptied(self) -> None:
+        """Note that all whole messages were taken."""
+        self._left = 0
+        if self.full.is_set():
+            self._check_full(MAX_UNFINISHED * SPARE_FOR_WHOLE)
+
+    async def watch(self) -> None:
+        """Check the bytes that arrive, until cancelled."""
+        if self._news is None:
+            return
+        try:
+            fits = True
+            while True:
+                if fits and not self._unread:
+                    await trio.lowlevel.wait_readable(self._news)
+                news = {self._connections[copy] for copy, _ in self._news.poll(0) if copy in self._connections}
+                news |= self._unread
+                self._unread.clear()
+                fits = self._look([*news])
+                is_filling = self._has_unread() and self._queued() > MAX_UNFINISHED
+                await trio.sleep(min(LOOK_S, HURRY_S) if is_filling else LOOK_S)
+        finally:
+            self._news.close()
+            self._news = None
+            for arrived in self._arrived.values():
+                arrived.copy.close()
+            self._arrived.clear()
+
+    def _look(self, connections: Sequence[int]) -> bool:
+        """Check these connections' bytes; return whether all bytes fit within the usual limit."""
+        now = trio.current_time()
+        known = [(connection, self._arrived[connection]) for connection in connections if connection in self._arrived]
+        for connection, arrived in known:
+            read, is_unread = bytes_read(arrived.copy)
+            arrived.read, arrived.grew = max(arrived.read, read), now
+            if is_unread:  # there will be no event when libzmq reads the rest
+                self._unread.add(connection)
+        has_unread = self._has_unread()  # after the counts: an ended message waits, or was taken
+        for connection, arrived in known:
+            if not has_unread:
+                arrived.settled = arrived.read
+            # guard: message without an end
+            if arrived.excess(now) > MAX_BYTES_BETWEEN and not has_unread:
+                self._cut_off(connection)
+        if has_unread:
+            self._keep_queue_short(MAX_UNFINISHED * SPARE_FOR_WHOLE)
+        else:
+            self._left = 0
+            self._keep_room(now, MAX_UNFINISHED)
+        self._check_full(MAX_UNFINISHED * SPARE_FOR_WHOLE)
+        return not self.full.is_set() and self.num_held <= MAX_UNFINISHED
+
+    def _keep_room(self, now: float, room: int) -> None:
+        """End connections until the others fit: first those with the longest unchanged message."""
+        open_ones = {connection: one for connection, one in self._arrived.items() if not one.is_ending}
+        excess = sum(one.num_held for one in open_ones.values()) - room
+        # guard: unfinished messages of strangers
+        if excess <= 0:
+            return
+
+        def rank(connection: int) -> tuple[bool, float]:
+            arrived = open_ones[connection]
+            is_quiet = arrived.excess(now) <= 0
+            return is_quiet, -arrived.num_held if is_quiet else arrived.grew
+
+        for connection in sorted(open_ones, key=rank):
+            excess -= open_ones[connection].num_held
+            self._cut_off(connection)
+            if excess <= 0:
+                return
+
+    def _keep_queue_short(self, room: int) -> None:
+        """End connections until no more messages wait than fit: first those with most."""
+        costs = {connection: self._cost(one) for connection, one in self._arrived.items() if not one.is_ending}
+        excess = self._queued() - room
+        for connection in sorted(costs, key=costs.__getitem__, reverse=True):
+            # guard: whole messages of strangers
+            if excess <= 0 or costs[connection] <= SMALL:
+                return
+            excess -= costs[connection]
+            self._cut_off(connection)
+
+    def _cost(self, arrived: HeldBytes) -> int:
+        """Return the cost of what a connection has in libzmq's queue, if all of it are whole messages."""
+        return int(arrived.num_held * (self._weight if arrived.weight is None else arrived.weight))
+
+    def _queued(self) -> int:
+        return self._left + sum(map(self._cost, self._arrived.values()))
+
+    def _check_full(self, room: int) -> None:
+        """Let new connections wait while the queue is full, and until half of it was taken."""
+        is_full = self.full.is_set()
+        if (self._has_unread() and self._queued() > (room // 2 if is_full else room)) == is_full:
+            return
+        if is_full:
+            self._num_accepted, self._accepts_until = 0, trio.current_time() + ACCEPTING_S
+            self.full = trio.Event()
+            self.fits.set()
+        elif self._num_accepted >= LEAST_ACCEPTED or trio.current_time() > self._accepts_until:
+            logger.warning("more messages wait than fit, so new ZeroMQ connections are not accepted for now")
+            self.fits = trio.Event()
+            self.full.set()
+
+    def _cut_off(self, connection: int) -> None:
+        num_held = self._arrived[connection].num_held
+        logger.warning("a client sent %d bytes that cannot be taken yet, and was cut off", num_held)
+        self._arrived[connection].is_ending = True
+        self._end(connection)
+
+
+def bytes_read(connection: socket.socket) -> tuple[int, bool]:
+    """Return the bytes that were read from a TCP connection, and whether others have arrived."""
+    try:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        unread = array.array("i", [0])
+        fcntl.ioctl(connection, termios.FIONREAD, unread)
+    except OSError:  # no TCP: the descriptor was another file's when it was copied
+        return 0, False
+    return int.from_bytes(info[_BYTES_RECEIVED:_TCP_INFO_BYTES], sys.byteorder) - unread[0], unread[0] > 0
+
+
+def discard(connection: socket.socket) -> int:
+    """Take the bytes that have arrived by a connection, before libzmq reads them; return their number."""
+    num_bytes = 0
+    with suppress(OSError):  # no more are there, or the client has reset the connection
+        while data := connection.recv(2**18, socket.MSG_DONTWAIT):
+            num_bytes += len(data)
+    return num_bytes
+
 
 # The most that one client may send while unread messages remain: far more than 256 open calls need.
 MAX_MESSAGES_AT_ONCE, MAX_BYTES_AT_ONCE = 16384, 2**28

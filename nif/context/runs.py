@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from genbatch.nif.errors import DeviceFault
+from genbatch.nif.kv.block_tables import Reservation
 from genbatch.nif.kv.kv_cache import KVCache
-from genbatch.nif.kv.reservation import Reservation
 from genbatch.nif.runner import Entry, Largest, Launched, LaunchingRunner, Logits, RaggedBatch, Redrawn, num_states
 from genbatch.nif.sampling.draw import NOT_FINITE, DrawTable, SamplingParams
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, choose

@@ -17,16 +17,20 @@ from genbatch.nif.errors import BatchError, OptionError
 from genbatch.nif.kv.block_pool import PrefixCache
 from genbatch.nif.kv.block_tables import (
     NEVER,
+    Beginning,
     BlockTables,
+    Entries,
     Ints,
+    Reservation,
+    StepDraft,
     check_copy,
     check_prompt,
     check_removal,
+    more_blocks,
     sequence_of,
     shortest_prefix,
 )
 from genbatch.nif.kv.disk_cache import Copy, DiskCache
-from genbatch.nif.kv.reservation import Beginning, Entries, Reservation, StepDraft, more_blocks
 from genbatch.nif.runner import LayerGroup
 
 

@@ -30,7 +30,7 @@ from genbatch.actors.scheduling.request import Phase
 from genbatch.actors.scheduling.scheduler import PauseOrder, PlainPlan, RequestList, RequestScheduler, SchedulerPolicy
 from genbatch.nif.context import Context
 from genbatch.nif.errors import OptionError
-from genbatch.nif.kv.reservation import Entries, Reservation, StepDraft
+from genbatch.nif.kv.block_tables import Entries, Reservation, StepDraft
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runner import Runner
 from genbatch.proto.errors import GenbatchError, Unavailable

@@ -10,13 +10,15 @@ import msgspec
 from genbatch.actors.batcher.messages import BILLING_HEADER
 from genbatch.actors.gateways.http.bodies import (
     MESSAGES_PATH,
+    Fields,
     HTTPRequest,
+    ThinkingFields,
+    ThinkingParams,
     build_request,
     describe,
     set_fields,
     to_json,
 )
-from genbatch.actors.gateways.http.fields import Fields, ThinkingFields, ThinkingParams
 from genbatch.proto.errors import GenbatchError, InvalidRequest
 from genbatch.proto.messages import Result, Token, Usage
 

@@ -29,8 +29,7 @@ from starlette.types import ASGIApp
 from genbatch.actors.gateways.http.anthropic import CountFields, MessageFields, read_count, read_message
 from genbatch.actors.gateways.http.batch_endpoints import BatchEndpoints, BatchFields, NoBatches
 from genbatch.actors.gateways.http.batch_runner import BatchRunner
-from genbatch.actors.gateways.http.bodies import JSON, Refusal, api_response, decode_json, renamed
-from genbatch.actors.gateways.http.fields import Fields
+from genbatch.actors.gateways.http.bodies import JSON, Fields, Refusal, api_response, decode_json, renamed
 from genbatch.actors.gateways.http.generating import Generating, Messages, NewFields, Responses
 from genbatch.actors.gateways.http.llama_cpp import (
     InfillFields,

@@ -11,7 +11,7 @@ import json
 import re
 from typing import Any
 
-from genbatch.actors.gateways.http.fields import Fields
+from genbatch.actors.gateways.http.bodies import Fields
 from genbatch.proto.errors import InvalidRequest
 
 _HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')

@@ -19,8 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from genbatch.actors.batcher.messages import RETRY_AFTER_DRAIN_MS
 from genbatch.actors.gateways.http.anthropic import MessageAnswer
-from genbatch.actors.gateways.http.bodies import JSON, HTTPRequest, decode_json, renamed
-from genbatch.actors.gateways.http.fields import Fields
+from genbatch.actors.gateways.http.bodies import JSON, Fields, HTTPRequest, decode_json, renamed
 from genbatch.actors.gateways.http.openai_answer import OpenAIAnswer
 from genbatch.actors.gateways.http.openai_request import read_chat
 from genbatch.actors.gateways.http.responses import Conversations, ResponseAnswer, read_response

@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from genbatch.actors.gateways.http.bodies import (
     JSON,
+    Fields,
     HTTPRequest,
     LlamaSampling,
     build_request,
@@ -27,7 +28,6 @@ from genbatch.actors.gateways.http.bodies import (
     set_fields,
     to_json,
 )
-from genbatch.actors.gateways.http.fields import Fields
 from genbatch.actors.gateways.http.generating import Generating, HTTPAnswer, NewFields
 from genbatch.actors.gateways.http.openai_answer import HEARTBEAT, LOWEST, token_logprob
 from genbatch.actors.gateways.http.openai_request import read_chat, read_prompts

@@ -26,10 +26,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from genbatch.actors.gateways.http.bodies import (
+    EFFORT_NAMES,
     JSON,
     OLLAMA_PATH,
+    Fields,
     HTTPRequest,
     LlamaSampling,
+    ThinkingParams,
     build_request,
     decode_json,
     describe,
@@ -39,7 +42,6 @@ from genbatch.actors.gateways.http.bodies import (
     set_fields,
     to_json,
 )
-from genbatch.actors.gateways.http.fields import EFFORT_NAMES, Fields, ThinkingParams
 from genbatch.actors.gateways.http.generating import Generating, HTTPAnswer, NewFields
 from genbatch.actors.gateways.http.openai_answer import chat_logprobs, token_logprob
 from genbatch.actors.gateways.http.openai_request import TOOL_FIELDS, is_run_by_client

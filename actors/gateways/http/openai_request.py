@@ -8,9 +8,17 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from genbatch.actors.gateways.http.bodies import HTTPRequest, SamplingFields, build_request, set_fields
+from genbatch.actors.gateways.http.bodies import (
+    Fields,
+    HTTPRequest,
+    ReasoningFields,
+    SamplingFields,
+    ThinkingFields,
+    ThinkingParams,
+    build_request,
+    set_fields,
+)
 from genbatch.actors.gateways.http.custom_tools import arguments_of, as_function
-from genbatch.actors.gateways.http.fields import Fields, ReasoningFields, ThinkingFields, ThinkingParams
 from genbatch.proto.errors import InvalidRequest
 
 

@@ -12,9 +12,18 @@ from typing import Any
 
 import msgspec
 
-from genbatch.actors.gateways.http.bodies import HTTPRequest, Refusal, build_request, describe, set_fields, to_json
+from genbatch.actors.gateways.http.bodies import (
+    Fields,
+    HTTPRequest,
+    ReasoningFields,
+    Refusal,
+    ThinkingParams,
+    build_request,
+    describe,
+    set_fields,
+    to_json,
+)
 from genbatch.actors.gateways.http.custom_tools import InputReader, arguments_of, as_function, input_of
-from genbatch.actors.gateways.http.fields import Fields, ReasoningFields, ThinkingParams
 from genbatch.actors.gateways.http.openai_answer import HEARTBEAT
 from genbatch.actors.gateways.http.openai_request import (
     CUSTOM_FIELDS,

@@ -14,8 +14,7 @@ from uuid import uuid4
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from genbatch.actors.gateways.http.bodies import JSON, Refusal, decode_json
-from genbatch.actors.gateways.http.fields import Fields
+from genbatch.actors.gateways.http.bodies import JSON, Fields, Refusal, decode_json
 from genbatch.actors.gateways.http.generating import NewFields, cancel_when_gone
 from genbatch.actors.gateways.http.service_calls import HTTPCaller, HTTPCalls, OpenCalls
 from genbatch.actors.runtime.supervisor import background

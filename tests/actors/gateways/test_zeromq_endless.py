@@ -10,8 +10,8 @@ import pytest
 import trio
 import trio.testing
 
-from genbatch.actors.gateways import unfinished_messages, zeromq_guard
-from genbatch.actors.gateways.unfinished_messages import UnfinishedMessages
+from genbatch.actors.gateways import zeromq_guard
+from genbatch.actors.gateways.zeromq_guard import UnfinishedMessages
 from genbatch.actors.runtime import zeromq_socket
 from genbatch.actors.runtime.zeromq_socket import Signed
 from genbatch.actors.security.curve_keys import KeyStore
@@ -52,8 +52,8 @@ async def test_a_client_may_send_any_number_of_whole_messages_and_stay_idle_for_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, encrypted: bool
 ) -> None:
     """Both kinds of bytes come in numbers that would be far too many, if they were those of one message."""
-    monkeypatch.setattr(unfinished_messages, "MAX_BYTES_BETWEEN", 1000)
-    monkeypatch.setattr(unfinished_messages, "LOOK_S", 0.001)
+    monkeypatch.setattr(zeromq_guard, "MAX_BYTES_BETWEEN", 1000)
+    monkeypatch.setattr(zeromq_guard, "LOOK_S", 0.001)
     monkeypatch.setattr(zeromq_socket, "HEARTBEAT_IVL", 5)
     store = KeyStore(tmp_path / "keys")
     store.new_server()
@@ -88,7 +88,7 @@ BEGUN = {
 async def test_messages_without_an_end_share_a_bound_which_is_given_back(
     monkeypatch: pytest.MonkeyPatch, begun: bytes
 ) -> None:
-    monkeypatch.setattr(unfinished_messages, "MAX_UNFINISHED", 5 * HALF)
+    monkeypatch.setattr(zeromq_guard, "MAX_UNFINISHED", 5 * HALF)
     async with (
         listening("tcp://127.0.0.1:*", Security()) as (batcher, gateway),
         dealer(gateway.address) as honest,
@@ -134,12 +134,12 @@ class Scripted:
         self.has_unread = False
         self.ended: list[int] = []
         self.unfinished = UnfinishedMessages(self.ended.append, lambda: self.has_unread, is_encrypted=False)
-        monkeypatch.setattr(unfinished_messages, "bytes_read", lambda copy: (self.read[copy], False))
+        monkeypatch.setattr(zeromq_guard, "bytes_read", lambda copy: (self.read[copy], False))
 
     def come(self, connection: int, num_bytes: int) -> None:
         if connection not in self.read:
             copy = cast(socket.socket, connection)
-            self.unfinished._arrived[connection] = unfinished_messages.HeldBytes(copy, since=trio.current_time())
+            self.unfinished._arrived[connection] = zeromq_guard.HeldBytes(copy, since=trio.current_time())
         self.read[connection] = self.read.get(connection, 0) + num_bytes
         self.unfinished._look([connection])
 
@@ -147,7 +147,7 @@ class Scripted:
 async def test_who_has_sent_nothing_more_for_longest_makes_room_and_who_has_only_heartbeats_comes_last(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
 ) -> None:
-    monkeypatch.setattr(unfinished_messages, "MAX_UNFINISHED", 100_000)
+    monkeypatch.setattr(zeromq_guard, "MAX_UNFINISHED", 100_000)
     scripted = Scripted(monkeypatch)
     idle, slow, stalled, newest = range(4)
     scripted.come(idle, 40)
@@ -173,7 +173,7 @@ async def test_who_has_sent_nothing_more_for_longest_makes_room_and_who_has_only
 
 
 async def test_whole_messages_that_wait_to_be_taken_have_more_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unfinished_messages, "MAX_UNFINISHED", 100_000)
+    monkeypatch.setattr(zeromq_guard, "MAX_UNFINISHED", 100_000)
     scripted = Scripted(monkeypatch)
     scripted.has_unread = True
     scripted.come(1, 300_000)
@@ -190,7 +190,7 @@ async def test_whole_messages_that_wait_to_be_taken_have_more_room(monkeypatch: 
 async def test_the_clients_with_most_small_messages_make_room_and_small_queues_stay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(unfinished_messages, "MAX_UNFINISHED", 500_000)  # and four times as much for whole messages
+    monkeypatch.setattr(zeromq_guard, "MAX_UNFINISHED", 500_000)  # and four times as much for whole messages
     scripted = Scripted(monkeypatch)
     scripted.has_unread = True
     large, flood, polite = range(3)
@@ -214,7 +214,7 @@ async def test_the_clients_with_most_small_messages_make_room_and_small_queues_s
 async def test_who_floods_whole_messages_and_connects_again_waits_until_they_are_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(unfinished_messages, "MAX_UNFINISHED", 2**16)
+    monkeypatch.setattr(zeromq_guard, "MAX_UNFINISHED", 2**16)
     may_take = trio.Event()
     take = zeromq_socket.ZeroMQSocket.recv_many_signed
 
@@ -257,7 +257,7 @@ async def test_the_bytes_of_a_connection_that_was_cut_off_reach_libzmq_no_more()
             unfinished = UnfinishedMessages(lambda _: None, lambda: True, is_encrypted=False)
             unfinished.begin(connection.fileno())
             peer.sendall(b"\x00\x01x" * 1000)
-            while not unfinished_messages.bytes_read(connection)[1]:
+            while not zeromq_guard.bytes_read(connection)[1]:
                 await a_moment()
             assert unfinished.shut_down(connection.fileno())
             assert connection.recv(10_000) == b""
@@ -293,7 +293,7 @@ async def test_messages_that_an_ended_connection_left_do_not_end_a_client_that_h
             await a_moment()
         (connection,) = connections._open
         left = [b"\0" + bytes(4), b"x" * 100]
-        connections.unfinished._left = cost = 200 * (102 + unfinished_messages.FRAME_COST)
+        connections.unfinished._left = cost = 200 * (102 + zeromq_guard.FRAME_COST)
         for _ in range(200):
             gateway._receive(Signed("", connection, left))
         assert connection in connections

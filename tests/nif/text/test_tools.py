@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genbatch.nif.text.conversations import plain_conversation
+from genbatch.nif.text.tokenizer import plain_conversation
 from genbatch.nif.text.tools import (
     FORMATS,
     HERMES,

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from genbatch.actors.gateways.http.bodies import Fields
 from genbatch.actors.gateways.http.custom_tools import InputReader, arguments_of, input_of
-from genbatch.actors.gateways.http.fields import Fields
 from genbatch.actors.gateways.http.openai_answer import OpenAIAnswer
 from genbatch.actors.gateways.http.openai_request import read_chat
 from genbatch.actors.gateways.http.responses import Conversations, ResponseAnswer, read_response

@@ -7,7 +7,7 @@ import pytest
 from msgspec import to_builtins
 
 from genbatch.actors.gateways.http.anthropic import read_count, read_message
-from genbatch.actors.gateways.http.fields import HEADER, MAX_NAME_LENGTH, MAX_NAMED, Fields
+from genbatch.actors.gateways.http.bodies import HEADER, MAX_NAME_LENGTH, MAX_NAMED, Fields
 from genbatch.actors.gateways.http.openai_request import read_chat
 from genbatch.actors.gateways.http.responses import Conversations, ResponseAnswer, output_items, read_response
 from genbatch.proto.errors import InvalidRequest

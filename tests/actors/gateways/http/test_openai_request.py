@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from genbatch.actors.gateways.addresses import HTTPAddress, parse_http_address
 from genbatch.actors.gateways.http.anthropic import read_message
-from genbatch.actors.gateways.http.bodies import HTTPRequest, renamed
-from genbatch.actors.gateways.http.fields import ACCEPTED, HINTS, NEUTRAL, REFUSED, Fields
+from genbatch.actors.gateways.http.bodies import ACCEPTED, HINTS, NEUTRAL, REFUSED, Fields, HTTPRequest, renamed
 from genbatch.actors.gateways.http.llama_cpp import read_llama_completion
 from genbatch.actors.gateways.http.ollama import read_ollama_chat
 from genbatch.actors.gateways.http.openai_request import MAX_PROMPTS, read_chat, read_completion

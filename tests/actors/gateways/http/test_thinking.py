@@ -8,7 +8,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from genbatch.actors.gateways.http.fields import HEADER
+from genbatch.actors.gateways.http.bodies import HEADER
 from tests.actors.gateways.threaded_service import threaded_service
 from tests.tool_models import TEMPLATE, tool_model
 
