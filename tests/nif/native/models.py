@@ -4,118 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    ApertusConfig,
-    ApertusForCausalLM,
-    ArceeConfig,
-    ArceeForCausalLM,
-    BambaConfig,
-    BambaForCausalLM,
-    Cohere2Config,
-    Cohere2ForCausalLM,
-    CwmConfig,
-    CwmForCausalLM,
-    DeepseekV2Config,
-    DeepseekV2ForCausalLM,
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    Ernie4_5_MoeConfig,
-    Ernie4_5_MoeForCausalLM,
-    Ernie4_5Config,
-    Ernie4_5ForCausalLM,
-    Exaone4Config,
-    Exaone4ForCausalLM,
-    FalconH1Config,
-    FalconH1ForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    Gemma4ForCausalLM,
-    Gemma4TextConfig,
-    Gemma4UnifiedForCausalLM,
-    Gemma4UnifiedTextConfig,
-    GemmaConfig,
-    GemmaForCausalLM,
-    Glm4Config,
-    Glm4ForCausalLM,
-    Glm4MoeConfig,
-    Glm4MoeForCausalLM,
-    Glm4MoeLiteConfig,
-    Glm4MoeLiteForCausalLM,
-    GlmConfig,
-    GlmForCausalLM,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    GraniteMoeConfig,
-    GraniteMoeForCausalLM,
-    GraniteMoeHybridConfig,
-    GraniteMoeHybridForCausalLM,
-    GraniteMoeSharedConfig,
-    GraniteMoeSharedForCausalLM,
-    HeliumConfig,
-    HeliumForCausalLM,
-    HunYuanDenseV1Config,
-    HunYuanDenseV1ForCausalLM,
-    HunYuanMoEV1Config,
-    HunYuanMoEV1ForCausalLM,
-    Lfm2Config,
-    Lfm2ForCausalLM,
-    Lfm2MoeConfig,
-    Lfm2MoeForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Mamba2Config,
-    Mamba2ForCausalLM,
-    Ministral3Config,
-    Ministral3ForCausalLM,
-    MinistralConfig,
-    MinistralForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    NemotronConfig,
-    NemotronForCausalLM,
-    NemotronHConfig,
-    NemotronHForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Olmo3Config,
-    Olmo3ForCausalLM,
-    OlmoeConfig,
-    OlmoeForCausalLM,
-    OlmoHybridConfig,
-    OlmoHybridForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
-    Qwen3_5ForCausalLM,
-    Qwen3_5MoeForCausalLM,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-    SeedOssConfig,
-    SeedOssForCausalLM,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
-    StableLmConfig,
-    StableLmForCausalLM,
-    Starcoder2Config,
-    Starcoder2ForCausalLM,
-)
+import transformers as hf
 
 from genbatch.nif.models.architecture import read_whole
 
@@ -241,13 +130,13 @@ def _unsized(sizes: dict[str, Any]) -> dict[str, Any]:
 CONFIGS: dict[str, tuple[Any, Any]] = {
     # SmolLM2's proportions: 3 query heads a KV head, tied head.
     "llama": (
-        LlamaForCausalLM,
-        lambda: LlamaConfig(**_sizes(96, 160, 6, 2, 16), tie_word_embeddings=True),
+        hf.LlamaForCausalLM,
+        lambda: hf.LlamaConfig(**_sizes(96, 160, 6, 2, 16), tie_word_embeddings=True),
     ),
     # Sizes that fill no block, biases everywhere, one KV head for many, llama3's RoPE.
     "llama_odd": (
-        LlamaForCausalLM,
-        lambda: LlamaConfig(
+        hf.LlamaForCausalLM,
+        lambda: hf.LlamaConfig(
             **_sizes(78, 102, 13, 1, 48),
             attention_bias=True,
             mlp_bias=True,
@@ -262,24 +151,24 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
         ),
     ),
     "mistral": (
-        MistralForCausalLM,
-        lambda: MistralConfig(**_sizes(64, 96, 4, 4, 80), sliding_window=WINDOW),
+        hf.MistralForCausalLM,
+        lambda: hf.MistralConfig(**_sizes(64, 96, 4, 4, 80), sliding_window=WINDOW),
     ),
     "qwen2": (
-        Qwen2ForCausalLM,
-        lambda: Qwen2Config(
+        hf.Qwen2ForCausalLM,
+        lambda: hf.Qwen2Config(
             **_sizes(64, 128, 4, 2, 16),
             use_sliding_window=True,
             sliding_window=WINDOW,
             layer_types=["full_attention", "sliding_attention", "full_attention"],
         ),
     ),
-    "qwen3": (Qwen3ForCausalLM, lambda: Qwen3Config(**_sizes(64, 128, 8, 2, 32))),
-    "gemma_wide": (GemmaForCausalLM, lambda: GemmaConfig(**_sizes(64, 96, 2, 1, 512))),
-    "gemma": (GemmaForCausalLM, lambda: GemmaConfig(**_sizes(64, 96, 4, 1, 32))),
+    "qwen3": (hf.Qwen3ForCausalLM, lambda: hf.Qwen3Config(**_sizes(64, 128, 8, 2, 32))),
+    "gemma_wide": (hf.GemmaForCausalLM, lambda: hf.GemmaConfig(**_sizes(64, 96, 2, 1, 512))),
+    "gemma": (hf.GemmaForCausalLM, lambda: hf.GemmaConfig(**_sizes(64, 96, 4, 1, 32))),
     "gemma2": (
-        Gemma2ForCausalLM,
-        lambda: Gemma2Config(
+        hf.Gemma2ForCausalLM,
+        lambda: hf.Gemma2Config(
             **_sizes(64, 96, 4, 2, 16),
             sliding_window=WINDOW,
             layer_types=_MIXED,
@@ -289,8 +178,8 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
         ),
     ),
     "gemma3": (
-        Gemma3ForCausalLM,
-        lambda: Gemma3TextConfig(
+        hf.Gemma3ForCausalLM,
+        lambda: hf.Gemma3TextConfig(
             **_sizes(64, 96, 4, 1, 32),
             sliding_window=WINDOW,
             layer_types=_MIXED,
@@ -303,8 +192,8 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
     ),
     # The first 128 of 256 positions have short factors; more are not served.
     "phi3": (
-        Phi3ForCausalLM,
-        lambda: Phi3Config(
+        hf.Phi3ForCausalLM,
+        lambda: hf.Phi3Config(
             **_sizes(128, 96, 4, 2, 32),
             original_max_position_embeddings=192,
             rope_parameters={
@@ -316,10 +205,10 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
             },
         ),
     ),
-    "olmo2": (Olmo2ForCausalLM, lambda: Olmo2Config(**_sizes(64, 96, 4, 2, 16))),
+    "olmo2": (hf.Olmo2ForCausalLM, lambda: hf.Olmo2Config(**_sizes(64, 96, 4, 2, 16))),
     "granite": (
-        GraniteForCausalLM,
-        lambda: GraniteConfig(
+        hf.GraniteForCausalLM,
+        lambda: hf.GraniteConfig(
             **_sizes(64, 96, 4, 2, 16),
             embedding_multiplier=3.0,
             attention_multiplier=0.125,
@@ -328,26 +217,26 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
         ),
     ),
     "smollm3": (
-        SmolLM3ForCausalLM,
-        lambda: SmolLM3Config(**_sizes(64, 96, 4, 2, 16), no_rope_layers=[1, 0, 1], pretraining_tp=1),
+        hf.SmolLM3ForCausalLM,
+        lambda: hf.SmolLM3Config(**_sizes(64, 96, 4, 2, 16), no_rope_layers=[1, 0, 1], pretraining_tp=1),
     ),
-    "glm": (GlmForCausalLM, lambda: GlmConfig(**_sizes(64, 96, 4, 2, 32))),
-    "glm4": (Glm4ForCausalLM, lambda: Glm4Config(**_sizes(64, 96, 4, 2, 32))),
+    "glm": (hf.GlmForCausalLM, lambda: hf.GlmConfig(**_sizes(64, 96, 4, 2, 32))),
+    "glm4": (hf.Glm4ForCausalLM, lambda: hf.Glm4Config(**_sizes(64, 96, 4, 2, 32))),
     "starcoder2": (
-        Starcoder2ForCausalLM,
-        lambda: Starcoder2Config(**_sizes(64, 100, 4, 2, 16), use_bias=True, sliding_window=WINDOW),
+        hf.Starcoder2ForCausalLM,
+        lambda: hf.Starcoder2Config(**_sizes(64, 100, 4, 2, 16), use_bias=True, sliding_window=WINDOW),
     ),
-    "nemotron": (NemotronForCausalLM, lambda: NemotronConfig(**_sizes(64, 100, 4, 2, 32))),
+    "nemotron": (hf.NemotronForCausalLM, lambda: hf.NemotronConfig(**_sizes(64, 100, 4, 2, 32))),
     "stablelm": (
-        StableLmForCausalLM,
-        lambda: StableLmConfig(
+        hf.StableLmForCausalLM,
+        lambda: hf.StableLmConfig(
             **_sizes(64, 96, 2, 1, 32), use_parallel_residual=True, qk_layernorm=True, use_qkv_bias=True
         ),
     ),
-    "gpt_neox": (GPTNeoXForCausalLM, lambda: GPTNeoXConfig(**_sizes(64, 100, 2, 2, 32))),
+    "gpt_neox": (hf.GPTNeoXForCausalLM, lambda: hf.GPTNeoXConfig(**_sizes(64, 100, 2, 2, 32))),
     "qwen3_moe": (
-        Qwen3MoeForCausalLM,
-        lambda: Qwen3MoeConfig(
+        hf.Qwen3MoeForCausalLM,
+        lambda: hf.Qwen3MoeConfig(
             **_sizes(64, 96, 4, 2, 16),
             moe_intermediate_size=40,
             num_experts=5,
@@ -356,12 +245,12 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
         ),
     ),
     "mixtral": (
-        MixtralForCausalLM,
-        lambda: MixtralConfig(**_sizes(64, 96, 4, 2, 16), num_local_experts=4, num_experts_per_tok=2),
+        hf.MixtralForCausalLM,
+        lambda: hf.MixtralConfig(**_sizes(64, 96, 4, 2, 16), num_local_experts=4, num_experts_per_tok=2),
     ),
     "gpt_oss": (
-        GptOssForCausalLM,
-        lambda: GptOssConfig(
+        hf.GptOssForCausalLM,
+        lambda: hf.GptOssConfig(
             **_sizes(64, 48, 4, 2, 16),
             sliding_window=WINDOW,
             layer_types=_MIXED,
@@ -379,8 +268,8 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
     ),
     # Two convolutions in a row, one in the end; a bias in each; an inner size that follows from three settings.
     "lfm2": (
-        Lfm2ForCausalLM,
-        lambda: Lfm2Config(
+        hf.Lfm2ForCausalLM,
+        lambda: hf.Lfm2Config(
             **{
                 key: value
                 for key, value in _sizes(64, 96, 4, 2, 16).items()
@@ -395,12 +284,12 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
         ),
     ),
     "qwen3_5": (
-        Qwen3_5ForCausalLM,
-        lambda: Qwen3_5TextConfig(**(_sizes(64, 96, 4, 2, 32) | _deltas(18, 40, 4)), attention_bias=True),
+        hf.Qwen3_5ForCausalLM,
+        lambda: hf.Qwen3_5TextConfig(**(_sizes(64, 96, 4, 2, 32) | _deltas(18, 40, 4)), attention_bias=True),
     ),
     "qwen3_5_moe": (
-        Qwen3_5MoeForCausalLM,
-        lambda: Qwen3_5MoeTextConfig(
+        hf.Qwen3_5MoeForCausalLM,
+        lambda: hf.Qwen3_5MoeTextConfig(
             **(
                 {key: value for key, value in _sizes(64, 0, 4, 2, 32).items() if key != "intermediate_size"}
                 | _deltas(32, 16, 2)
@@ -412,8 +301,8 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
         ),
     ),
     "qwen3_next": (
-        Qwen3NextForCausalLM,
-        lambda: Qwen3NextConfig(
+        hf.Qwen3NextForCausalLM,
+        lambda: hf.Qwen3NextConfig(
             **(_sizes(64, 96, 4, 2, 32) | _deltas(16, 32, 3)),
             moe_intermediate_size=32,
             shared_expert_intermediate_size=32,
@@ -423,8 +312,8 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
         ),
     ),
     "bamba": (
-        BambaForCausalLM,
-        lambda: BambaConfig(
+        hf.BambaForCausalLM,
+        lambda: hf.BambaConfig(
             **_unsized(_sizes(64, 96, 2, 1, 32)),
             **_mambas(16, 2, 18),
             attn_layer_indices=[1],
@@ -434,8 +323,8 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
         ),
     ),
     "granite_hybrid": (
-        GraniteMoeHybridForCausalLM,
-        lambda: GraniteMoeHybridConfig(
+        hf.GraniteMoeHybridForCausalLM,
+        lambda: hf.GraniteMoeHybridConfig(
             **_unsized(_sizes(64, 32, 4, 2, 16)),
             **_mambas(4, 1, 32),
             layer_types=["linear_attention", "full_attention", "linear_attention"],
@@ -450,8 +339,8 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
         ),
     ),
     "granite_hybrid_dense": (
-        GraniteMoeHybridForCausalLM,
-        lambda: GraniteMoeHybridConfig(
+        hf.GraniteMoeHybridForCausalLM,
+        lambda: hf.GraniteMoeHybridConfig(
             **_unsized(_sizes(64, 32, 4, 2, 16)),
             **_mambas(8, 4, 16),
             layer_types=["linear_attention", "full_attention", "linear_attention"],
@@ -462,8 +351,8 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
     ),
     # The last two layers read the keys and values of the two before them; full layers have heads of twice the size.
     "gemma4": (
-        Gemma4ForCausalLM,
-        lambda: Gemma4TextConfig(
+        hf.Gemma4ForCausalLM,
+        lambda: hf.Gemma4TextConfig(
             **{**_sizes(64, 96, 4, 2, 16), "num_hidden_layers": 4},
             layer_types=[*_MIXED[:2], *_MIXED[:2]],
             sliding_window=WINDOW,
@@ -476,8 +365,8 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
         ),
     ),
     "gemma4_unified": (
-        Gemma4UnifiedForCausalLM,
-        lambda: Gemma4UnifiedTextConfig(
+        hf.Gemma4UnifiedForCausalLM,
+        lambda: hf.Gemma4UnifiedTextConfig(
             **_sizes(64, 96, 4, 2, 16),
             layer_types=_MIXED[1:] + _MIXED[1:2],
             sliding_window=WINDOW,
@@ -485,8 +374,8 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
         ),
     ),
     "gemma4_experts": (
-        Gemma4ForCausalLM,
-        lambda: Gemma4TextConfig(
+        hf.Gemma4ForCausalLM,
+        lambda: hf.Gemma4TextConfig(
             **_sizes(64, 96, 4, 2, 16),
             layer_types=[_MIXED[0], _MIXED[0], _MIXED[1]],
             sliding_window=WINDOW,
@@ -501,12 +390,12 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
         ),
     ),
     "granite_moe": (
-        GraniteMoeForCausalLM,
-        lambda: GraniteMoeConfig(**_sizes(64, 40, 4, 2, 16), **_GRANITE, num_local_experts=6, num_experts_per_tok=2),
+        hf.GraniteMoeForCausalLM,
+        lambda: hf.GraniteMoeConfig(**_sizes(64, 40, 4, 2, 16), **_GRANITE, num_local_experts=6, num_experts_per_tok=2),
     ),
     "granite_moe_shared": (
-        GraniteMoeSharedForCausalLM,
-        lambda: GraniteMoeSharedConfig(
+        hf.GraniteMoeSharedForCausalLM,
+        lambda: hf.GraniteMoeSharedConfig(
             **_sizes(64, 40, 4, 2, 16),
             **_GRANITE,
             num_local_experts=6,
@@ -516,8 +405,8 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
     ),
     # Attention beside Mamba 2; every factor differs from 1, and every linear that may have a bias has one.
     "falcon_h1": (
-        FalconH1ForCausalLM,
-        lambda: FalconH1Config(
+        hf.FalconH1ForCausalLM,
+        lambda: hf.FalconH1Config(
             **_sizes(64, 96, 4, 2, 16),
             **_mambas(8, 2, 16),
             mamba_d_ssm=128,
@@ -531,21 +420,21 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
         ),
     ),
     "falcon_h1_gate_last": (
-        FalconH1ForCausalLM,
-        lambda: FalconH1Config(
+        hf.FalconH1ForCausalLM,
+        lambda: hf.FalconH1Config(
             **_sizes(64, 96, 4, 2, 16), **_mambas(4, 1, 18), mamba_d_ssm=128, mamba_rms_norm=True, **_FACTORS
         ),
     ),
     "falcon_h1_plain": (
-        FalconH1ForCausalLM,
-        lambda: FalconH1Config(
+        hf.FalconH1ForCausalLM,
+        lambda: hf.FalconH1Config(
             **_sizes(64, 96, 4, 2, 16), **_mambas(4, 1, 18), mamba_d_ssm=128, mamba_rms_norm=False, **_FACTORS
         ),
     ),
     # No layer attends, and none has an MLP.
     "mamba2": (
-        Mamba2ForCausalLM,
-        lambda: Mamba2Config(
+        hf.Mamba2ForCausalLM,
+        lambda: hf.Mamba2Config(
             **{key: value for key, value in _SHARED.items() if key != "max_position_embeddings"},
             hidden_size=64,
             num_heads=8,
@@ -559,8 +448,8 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
     ),
     # A layer is one thing; two of a kind in a row, and an MLP at the end.
     "nemotron_h": (
-        NemotronHForCausalLM,
-        lambda: NemotronHConfig(
+        hf.NemotronHForCausalLM,
+        lambda: hf.NemotronHConfig(
             **_NEMOTRON_H,
             layers_block_type=["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "mlp"],
             use_bias=True,
@@ -569,14 +458,14 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
         ),
     ),
     "nemotron_h_attends_last": (
-        NemotronHForCausalLM,
-        lambda: NemotronHConfig(
+        hf.NemotronHForCausalLM,
+        lambda: hf.NemotronHConfig(
             **_NEMOTRON_H, layers_block_type=["mlp", "linear_attention", "linear_attention", "full_attention"]
         ),
     ),
     "lfm2_moe": (
-        Lfm2MoeForCausalLM,
-        lambda: Lfm2MoeConfig(
+        hf.Lfm2MoeForCausalLM,
+        lambda: hf.Lfm2MoeConfig(
             **{key: value for key, value in _sizes(64, 96, 4, 2, 16).items() if key != "head_dim"},
             layer_types=["conv", "full_attention", "conv"],
             conv_bias=True,
@@ -588,22 +477,22 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
         ),
     ),
     "olmo_hybrid": (
-        OlmoHybridForCausalLM,
-        lambda: OlmoHybridConfig(
+        hf.OlmoHybridForCausalLM,
+        lambda: hf.OlmoHybridConfig(
             **_unsized(_sizes(64, 96, 4, 2, 16)),
             **_deltas(18, 40, 4),
             rope_parameters={"rope_type": "default", "rope_theta": None},
         ),
     ),
     "olmo_hybrid_rope": (
-        OlmoHybridForCausalLM,
-        lambda: OlmoHybridConfig(
+        hf.OlmoHybridForCausalLM,
+        lambda: hf.OlmoHybridConfig(
             **_unsized(_sizes(64, 96, 4, 2, 16)), **_deltas(16, 32, 3), linear_allow_neg_eigval=False
         ),
     ),
     "qwen2_moe": (
-        Qwen2MoeForCausalLM,
-        lambda: Qwen2MoeConfig(
+        hf.Qwen2MoeForCausalLM,
+        lambda: hf.Qwen2MoeConfig(
             **_sizes(64, 96, 4, 2, 16),
             moe_intermediate_size=32,
             shared_expert_intermediate_size=96,
@@ -613,12 +502,12 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
         ),
     ),
     "olmoe": (
-        OlmoeForCausalLM,
-        lambda: OlmoeConfig(**_sizes(64, 32, 4, 2, 16), num_experts=5, num_experts_per_tok=2),
+        hf.OlmoeForCausalLM,
+        lambda: hf.OlmoeConfig(**_sizes(64, 32, 4, 2, 16), num_experts=5, num_experts_per_tok=2),
     ),
     "glm4_moe": (
-        Glm4MoeForCausalLM,
-        lambda: Glm4MoeConfig(
+        hf.Glm4MoeForCausalLM,
+        lambda: hf.Glm4MoeConfig(
             **_sizes(64, 96, 4, 2, 32),
             moe_intermediate_size=32,
             n_routed_experts=8,
@@ -634,15 +523,15 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
     ),
     # V2-Lite's shape: queries are made of the layer's input.
     "deepseek2": (
-        DeepseekV2ForCausalLM,
-        lambda: DeepseekV2Config(
+        hf.DeepseekV2ForCausalLM,
+        lambda: hf.DeepseekV2Config(
             **_LATENT, q_lora_rank=None, n_shared_experts=2, first_k_dense_replace=1, rope_parameters=_SCALED_YARN
         ),
     ),
     # V2's: an expert's group is chosen by its best expert; there is a bias wherever one may be.
     "deepseek2_groups": (
-        DeepseekV2ForCausalLM,
-        lambda: DeepseekV2Config(
+        hf.DeepseekV2ForCausalLM,
+        lambda: hf.DeepseekV2Config(
             **_LATENT,
             q_lora_rank=40,
             n_shared_experts=1,
@@ -653,8 +542,8 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
         ),
     ),
     "deepseek3": (
-        DeepseekV3ForCausalLM,
-        lambda: DeepseekV3Config(
+        hf.DeepseekV3ForCausalLM,
+        lambda: hf.DeepseekV3Config(
             **_LATENT,
             q_lora_rank=40,
             n_shared_experts=1,
@@ -666,8 +555,8 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
     ),
     # Rotated by halves; values are larger than keys.
     "glm4_moe_lite": (
-        Glm4MoeLiteForCausalLM,
-        lambda: Glm4MoeLiteConfig(
+        hf.Glm4MoeLiteForCausalLM,
+        lambda: hf.Glm4MoeLiteConfig(
             **{**_LATENT, "v_head_dim": 80},
             n_shared_experts=1,
             q_lora_rank=40,
@@ -675,24 +564,24 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
             rms_norm_eps=1e-2,
         ),
     ),
-    "apertus": (ApertusForCausalLM, lambda: ApertusConfig(**_sizes(64, 100, 4, 2, 16), dtype="float32")),
+    "apertus": (hf.ApertusForCausalLM, lambda: hf.ApertusConfig(**_sizes(64, 100, 4, 2, 16), dtype="float32")),
     # A rotary embedding that is called dynamic, and has a fixed factor.
     "hunyuan": (
-        HunYuanDenseV1ForCausalLM,
-        lambda: HunYuanDenseV1Config(
+        hf.HunYuanDenseV1ForCausalLM,
+        lambda: hf.HunYuanDenseV1Config(
             **_sizes(64, 96, 4, 2, 16),
             attention_bias=True,
             rope_parameters={"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0},
         ),
     ),
     "hunyuan_moe": (
-        HunYuanMoEV1ForCausalLM,
-        lambda: HunYuanMoEV1Config(**_sizes(64, 32, 4, 2, 16), num_experts=5, moe_topk=[2, 2, 2]),
+        hf.HunYuanMoEV1ForCausalLM,
+        lambda: hf.HunYuanMoEV1Config(**_sizes(64, 32, 4, 2, 16), num_experts=5, moe_topk=[2, 2, 2]),
     ),
-    "ernie": (Ernie4_5ForCausalLM, lambda: Ernie4_5Config(**_sizes(64, 96, 4, 2, 16))),
+    "ernie": (hf.Ernie4_5ForCausalLM, lambda: hf.Ernie4_5Config(**_sizes(64, 96, 4, 2, 16))),
     "ernie_moe": (
-        Ernie4_5_MoeForCausalLM,
-        lambda: Ernie4_5_MoeConfig(
+        hf.Ernie4_5_MoeForCausalLM,
+        lambda: hf.Ernie4_5_MoeConfig(
             **_sizes(64, 96, 4, 2, 16),
             moe_intermediate_size=32,
             moe_num_experts=6,
@@ -703,17 +592,17 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
         ),
     ),
     "olmo3": (
-        Olmo3ForCausalLM,
-        lambda: Olmo3Config(**_sizes(64, 96, 4, 2, 16), sliding_window=WINDOW, layer_types=_MIXED),
+        hf.Olmo3ForCausalLM,
+        lambda: hf.Olmo3Config(**_sizes(64, 96, 4, 2, 16), sliding_window=WINDOW, layer_types=_MIXED),
     ),
     "ministral": (
-        MinistralForCausalLM,
-        lambda: MinistralConfig(**_sizes(64, 96, 4, 2, 32), sliding_window=WINDOW, layer_types=_MIXED),
+        hf.MinistralForCausalLM,
+        lambda: hf.MinistralConfig(**_sizes(64, 96, 4, 2, 32), sliding_window=WINDOW, layer_types=_MIXED),
     ),
     # Queries are scaled from position 128 on; more are not served.
     "ministral3": (
-        Ministral3ForCausalLM,
-        lambda: Ministral3Config(
+        hf.Ministral3ForCausalLM,
+        lambda: hf.Ministral3Config(
             **_sizes(64, 96, 4, 2, 32),
             sliding_window=None,
             rope_parameters={
@@ -726,29 +615,31 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
         ),
     ),
     "cwm": (
-        CwmForCausalLM,
-        lambda: CwmConfig(
+        hf.CwmForCausalLM,
+        lambda: hf.CwmConfig(
             **_sizes(64, 96, 4, 2, 32),
             sliding_window=WINDOW,
             layer_types=_MIXED,
             rope_parameters={"rope_type": "default", "rope_theta": 500.0},
         ),
     ),
-    "helium": (HeliumForCausalLM, lambda: HeliumConfig(**_sizes(64, 96, 4, 2, 16))),
-    "arcee": (ArceeForCausalLM, lambda: ArceeConfig(**_sizes(64, 96, 4, 2, 16), mlp_bias=True)),
+    "helium": (hf.HeliumForCausalLM, lambda: hf.HeliumConfig(**_sizes(64, 96, 4, 2, 16))),
+    "arcee": (hf.ArceeForCausalLM, lambda: hf.ArceeConfig(**_sizes(64, 96, 4, 2, 16), mlp_bias=True)),
     "seed_oss": (
-        SeedOssForCausalLM,
-        lambda: SeedOssConfig(
+        hf.SeedOssForCausalLM,
+        lambda: hf.SeedOssConfig(
             **_sizes(64, 96, 4, 2, 32), attention_bias=True, attention_out_bias=False, mlp_bias=False
         ),
     ),
     "exaone4": (
-        Exaone4ForCausalLM,
-        lambda: Exaone4Config(**_sizes(64, 96, 4, 2, 16), sliding_window=WINDOW, layer_types=_MIXED),
+        hf.Exaone4ForCausalLM,
+        lambda: hf.Exaone4Config(**_sizes(64, 96, 4, 2, 16), sliding_window=WINDOW, layer_types=_MIXED),
     ),
     "cohere2": (
-        Cohere2ForCausalLM,
-        lambda: Cohere2Config(**_sizes(64, 96, 4, 2, 16), sliding_window=WINDOW, layer_types=_MIXED, logit_scale=0.25),
+        hf.Cohere2ForCausalLM,
+        lambda: hf.Cohere2Config(
+            **_sizes(64, 96, 4, 2, 16), sliding_window=WINDOW, layer_types=_MIXED, logit_scale=0.25
+        ),
     ),
 }
 """Per name a model's class and what makes its configuration."""
