@@ -4,7 +4,7 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.gateways.addresses import check_http, parse_http_address
 from genbatch.actors.gateways.listening import ListeningSockets
 from genbatch.actors.security.security import Security
+from genbatch.actors.service.on_demand import ModelCatalog
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.clients.cli.main import app
 from genbatch.nif.engine_options import EngineOptions
@@ -60,14 +61,15 @@ def test_each_command_line_is_one_that_serve_takes(flags: list[str], monkeypatch
 
     @asynccontextmanager
     async def note(
-        engines: Sequence[EngineOptions],
+        catalog: ModelCatalog,
         batcher: BatcherOptions,
         options: ServiceOptions,
-        find_models: object,
         sockets: ListeningSockets,
     ) -> AsyncIterator[None]:
         taken.append(options)
-        raise ModelError(engines[0].model_path, "the end")
+        [engine] = catalog.models
+        assert isinstance(engine, EngineOptions)
+        raise ModelError(engine.model_path, "the end")
         yield
 
     monkeypatch.setattr("genbatch.clients.cli.serve._open_service", note)

@@ -50,12 +50,28 @@ class TextCalls:
     """
 
     def __init__(self, intake: Intake, reader: PromptReader) -> None:
-        self._intake = intake
+        self.intake = intake
         self._reader = reader
         self._jobs: dict[type, Callable[[Any, From[Any]], ReadJob[TokenIds | Text | None]]] = {
             TokenizeRequest: self._tokenizing,
             DetokenizeRequest: self._text,
         }
+
+    def read_messages(
+        self, request: TokenizeRequest, client: str, on_done: "Callable[[outcome.Outcome[list[int]]], object]"
+    ) -> None:
+        """Tokenize a conversation off the event loop; `on_done` gets the token ids on the event loop.
+
+        Args:
+            client: the account for turns at the tokenizer's thread.
+
+        Raises:
+            GenbatchError: the conversation is refused.
+        """
+        intake = self.intake
+        intake.check_text(request)
+        begin, finish = partial(intake.start_text, request), partial(intake.token_ids, "")
+        self._reader.submit(ReadJob(begin, finish, intake.text_size(request), client), on_done)
 
     def answer(self, message: object, from_: "From[Any]") -> None:
         """Reply now or later."""
@@ -73,7 +89,7 @@ class TextCalls:
             done(result)
 
     def _tokenizing(self, wanted: TokenizeRequest, from_: "From[Any]") -> ReadJob[TokenIds | Text | None]:
-        intake = self._intake
+        intake = self.intake
         intake.check_text(wanted)
 
         # A call that was cancelled before its turn takes no time from other calls.
@@ -90,7 +106,7 @@ class TextCalls:
         return ReadJob(begin, finish, intake.text_size(wanted))
 
     def _text(self, wanted: DetokenizeRequest, from_: "From[Any]") -> ReadJob[TokenIds | Text | None]:
-        intake = self._intake
+        intake = self.intake
 
         def text() -> Text | None:
             if not from_.alive:
@@ -157,8 +173,7 @@ class SessionCalls:
     Args:
         ctx: the context that holds the sequences.
         held: stores loaded conversations, and lends its slots to a call while it runs.
-        intake: renders conversations.
-        reader: tokenizes prompts.
+        texts: tokenizes conversations; its intake knows the adapters.
         send: delivers SessionRead and SessionFileRead to the actor that owns this object.
         files: the operator's folder; None if there is none.
         open_worker: makes the thread that reads and writes files, on the first call.
@@ -168,16 +183,15 @@ class SessionCalls:
         self,
         ctx: Context,
         held: HeldPrompts,
-        intake: Intake,
-        reader: PromptReader,
+        texts: TextCalls,
         send: Callable[[SessionRead | SessionFileRead], None],
         files: SessionFiles | None,
         open_worker: Callable[[str], Worker],
     ) -> None:
         self._ctx = ctx
         self._held = held
-        self._intake = intake
-        self._reader = reader
+        self._texts = texts
+        self._intake = texts.intake
         self._send = send
         self._files = files
         self._open_worker = open_worker
@@ -197,13 +211,11 @@ class SessionCalls:
             reply_error(from_, error)
 
     def _tokenize(self, message: SaveSession, from_: "From[Any]", deliver: Deliver) -> None:
-        intake, send = self._intake, self._send
-        wanted = TokenizeRequest(messages=message.messages)
-        intake.check_text(wanted)
+        def tokenized(tokens: "outcome.Outcome[list[int]]") -> None:
+            self._send(SessionRead(message, from_, tokens, deliver))
+
+        self._texts.read_messages(TokenizeRequest(messages=message.messages), message.tenant, tokenized)
         self._reading.append(from_)
-        begin, finish = partial(intake.start_text, wanted), partial(intake.token_ids, "")
-        job = ReadJob(begin, finish, intake.text_size(wanted), message.tenant)
-        self._reader.submit(job, lambda tokens: send(SessionRead(message, from_, tokens, deliver)))
 
     def load(self, message: LoadSession, from_: "From[Any]", deliver: "Deliver | None" = None) -> None:
         """Take a call to load a session; the reply follows once `next` has run the call.

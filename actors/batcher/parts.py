@@ -131,9 +131,7 @@ class BatcherParts(GenServer):
         files = None
         if self.options.session_dir is not None:
             files = SessionFiles(written_path(self.options.session_dir), int(self.options.session_space * 2**30))
-        self.sessions = SessionCalls(
-            self.ctx, self.held, self.intake, self._reader, self._send, files, self._open_worker
-        )
+        self.sessions = SessionCalls(self.ctx, self.held, self._texts, self._send, files, self._open_worker)
         self.disk = DiskBlocks(self.ctx, self.requests, self._open_worker, self._send, self.send_after)
         self.adapters = AdapterCalls(state, self._open_worker, self._send, self.send_after, self._tell_models)
         view = KVView(self.ctx.kv, self.held, self.options.scheduling.limits(self.ctx.kv.block_size))

@@ -4,7 +4,7 @@ A gateway decides when a model is loaded and unloaded (loaded_models.py), and se
 """
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +43,21 @@ class ModelOnDemand:
         size = file_bytes(self.engine.model_path)
         batcher = encode_options(self.batcher)
         return ManagedModel(self.engine.served_model_name, place, size, self.keep_alive, batcher, adapters)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCatalog:
+    """The models of a service.
+
+    Args:
+        models: the models at the start. They are loaded one after another, so that each measures the memory that the
+            earlier ones left. Models on demand come last. Of several models, each has its name for clients.
+        find_on_demand: returns the models on demand that there are now. It is called again and again, and models with
+            a new name are served too. None if there are no others.
+    """
+
+    models: Sequence[EngineOptions | ModelOnDemand]
+    find_on_demand: Callable[[], list[ModelOnDemand]] | None = None
 
 
 def file_bytes(model: str) -> int:

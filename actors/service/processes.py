@@ -14,7 +14,7 @@ The supervisor process does nothing else and imports no torch, so that crashes h
 
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -54,7 +54,7 @@ from genbatch.actors.runtime.errors import StartFailed
 from genbatch.actors.runtime.supervisor import ChildSpec, Intensity, Restart, Supervisor, Task, background
 from genbatch.actors.runtime.telemetry import Telemetry
 from genbatch.actors.service.gateway_process import check_start
-from genbatch.actors.service.on_demand import EngineOnDemand, ModelOnDemand, model_bytes, watch_models
+from genbatch.actors.service.on_demand import EngineOnDemand, ModelCatalog, ModelOnDemand, model_bytes, watch_models
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.served_models import BY_MODEL, unknown_card
 from genbatch.nif.engine_options import EngineOptions
@@ -450,42 +450,39 @@ class ServiceProcesses:
 
 @asynccontextmanager
 async def open_processes(
-    engine_options: EngineOptions | Sequence[EngineOptions | ModelOnDemand],
+    model: EngineOptions | ModelCatalog,
     batcher_options: BatcherOptions,
     options: ServiceOptions,
     *,
     progress: Callable[[str, int, int], None] | None = None,
     of_fleet: bool = False,
     sockets: ListeningSockets | None = None,
-    find_models: Callable[[], list[ModelOnDemand]] | None = None,
 ) -> AsyncIterator[ServiceProcesses]:
     """Start all processes and keep them running for as long as the body runs.
 
     Args:
-        engine_options: the options of each of several models, with the names for clients. The models are loaded one
-            after another, so that each measures the memory that the earlier ones left. Models on demand come last.
+        model: the options of the one model, or several models.
         batcher_options: those of the models that have none of their own.
         of_fleet: whether this service is a replica, called by the gateways of a fleet; see Dispatcher.
         progress: called as progress(stage, done, total) while the model loads.
         sockets: see GatewayRunner.
-        find_models: returns the models on demand that there are now; it is called again and again, and those with a new
-            name are served too.
 
     Raises:
         AddressError, KeyFileError, ModelError, OptionError, SchedulerError: before any request is taken.
         RestartLimit: an engine died too often. A gateway has no limit: strangers reach it, and may cause its crashes.
     """
-    wanted = [engine_options] if isinstance(engine_options, EngineOptions) else list(engine_options)
-    on_demand = [one for one in wanted if isinstance(one, ModelOnDemand)]
-    each = [one.engine if isinstance(one, ModelOnDemand) else one for one in wanted]
-    batchers = [one.batcher if isinstance(one, ModelOnDemand) else batcher_options for one in wanted]
-    for one, batcher in zip(each, batchers, strict=True):
-        check_start(one, batcher, options, sockets)
-    names = tuple(one.served_model_name for one in each) if len(wanted) > 1 or on_demand else ()
+    catalog = ModelCatalog([model]) if isinstance(model, EngineOptions) else model
+    on_demand = [each for each in catalog.models if isinstance(each, ModelOnDemand)]
+    engine_options = [each.engine if isinstance(each, ModelOnDemand) else each for each in catalog.models]
+    batchers = [each.batcher if isinstance(each, ModelOnDemand) else batcher_options for each in catalog.models]
+    for engine_option, batcher in zip(engine_options, batchers, strict=True):
+        check_start(engine_option, batcher, options, sockets)
+    num_models = len(catalog.models)
+    names = tuple(each.served_model_name for each in engine_options) if num_models > 1 or on_demand else ()
     assert all(names) and len(set(names)) == len(names), names
-    num_kept = len(wanted) - len(on_demand)
+    num_kept = num_models - len(on_demand)
     telemetry = Telemetry()
-    joints = [Joint(place) for place in range(len(wanted))]
+    joints = [Joint(place) for place in range(num_models)]
     spare = SpareEngine() if options.spare_engine else None
     new_process = new_engine if spare is None else spare.take
 
@@ -493,9 +490,9 @@ async def open_processes(
         start = StartEngine(encode_options(engine), encode_options(batcher))
         return EngineRunner(start, joint, progress or _ignore, new_process)
 
-    engines = [runner(*one) for one in zip(each, batchers, joints, strict=True)]
-    managed = tuple(one.managed(num_kept + index) for index, one in enumerate(on_demand))
-    budget = model_bytes(options.model_memory, each[0].max_memory_percent) if managed else 0
+    engines = [runner(*each) for each in zip(engine_options, batchers, joints, strict=True)]
+    managed = tuple(each.managed(num_kept + index) for index, each in enumerate(on_demand))
+    budget = model_bytes(options.model_memory, engine_options[0].max_memory_percent) if managed else 0
     gateway = GatewayRunner(
         StartGateway(encode_options(options), encode_options(batcher_options), of_fleet, names, managed, budget),
         list(joints),
@@ -503,7 +500,7 @@ async def open_processes(
         sockets,
         lambda message: switches[message.engine].switch(message),
     )
-    switches = {one.engine: EngineOnDemand(one.engine, engines[one.engine].run, gateway.tell) for one in managed}
+    switches = {each.engine: EngineOnDemand(each.engine, engines[each.engine].run, gateway.tell) for each in managed}
     async with AsyncExitStack() as stack:
         for place, engine in enumerate(engines[:num_kept]):
             name = f"engine of {names[place]}" if names else "engine"
@@ -517,16 +514,16 @@ async def open_processes(
         if spare is not None:
             nursery.start_soon(spare.run)
 
-        async def add(model: ModelOnDemand) -> None:
+        async def add(added: ModelOnDemand) -> None:
             joint = Joint(len(engines))
-            managed = model.managed(len(engines))
-            engines.append(runner(model.engine, model.batcher, joint))
+            managed = added.managed(len(engines))
+            engines.append(runner(added.engine, added.batcher, joint))
             switch = switches[managed.engine] = EngineOnDemand(managed.engine, engines[-1].run, gateway.tell)
             nursery.start_soon(switch.run)
             await gateway.add(managed, joint)
 
-        if find_models is not None:
-            nursery.start_soon(watch_models, find_models, names, add)
+        if catalog.find_on_demand is not None:
+            nursery.start_soon(watch_models, catalog.find_on_demand, names, add)
         yield ServiceProcesses(engines, gateway, telemetry, names[num_kept:])
 
 

@@ -22,7 +22,7 @@ from genbatch.actors.observing.observe import log_event, observe, start_logging,
 from genbatch.actors.runtime.supervisor import background
 from genbatch.actors.runtime.telemetry import Telemetry
 from genbatch.actors.service.gateway_process import check_start, door_addresses
-from genbatch.actors.service.on_demand import ModelOnDemand
+from genbatch.actors.service.on_demand import ModelCatalog, ModelOnDemand
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.take_over import Predecessor, Succession, find_predecessor
 from genbatch.clients.cli.command import UsageError, run_service, with_flag_groups
@@ -207,9 +207,10 @@ def serve(
             engines += models_on_demand(written_path(options.models), engine, batcher, options.keep_alive)
         if len(engines) > 1 or options.models is not None:
             _check_several(engine, options, fleet, [name_of(one) for one in engines])
-        find_models: Callable[[], list[ModelOnDemand]] | None = None
+        catalog = ModelCatalog(engines)
         if options.models is not None and (folder := written_path(options.models)).is_dir():
-            find_models = partial(models_on_demand, folder, engine, batcher, options.keep_alive)
+            find = partial(models_on_demand, folder, engine, batcher, options.keep_alive)
+            catalog = ModelCatalog(engines, find_on_demand=find)
         engine = engines[0].engine if isinstance(engines[0], ModelOnDemand) else engines[0]
         if engine.tensor_parallel > 1 and is_torchrun():
             if rank := torchrun_rank(engine):
@@ -217,7 +218,7 @@ def serve(
                 return
             # torchrun restarts all ranks or none.
             options = replace(options, max_restarts=0)
-        opening = partial(_open_service, engines, batcher, options, find_models)
+        opening = partial(_open_service, catalog, batcher, options)
         if fleet.is_wanted:
             opening = partial(_open_fleet, engine, batcher, options, fleet)
         async with _listening(options) as (sockets, predecessor):
@@ -401,10 +402,9 @@ async def _give_up_start(stopping: trio.Event, ready: trio.Event, scope: trio.Ca
 
 @asynccontextmanager
 async def _open_service(
-    engines: Sequence[EngineOptions | ModelOnDemand],
+    catalog: ModelCatalog,
     batcher: BatcherOptions,
     options: ServiceOptions,
-    find_models: Callable[[], list[ModelOnDemand]] | None,
     sockets: ListeningSockets,
 ) -> AsyncIterator[Running]:
     async with AsyncExitStack() as stack:
@@ -414,10 +414,10 @@ async def _open_service(
 
                 bars("start", 0, 0)  # of the engine's process
                 opening: AbstractAsyncContextManager[Running] = open_processes(
-                    engines, batcher, options, progress=bars, sockets=sockets, find_models=find_models
+                    catalog, batcher, options, progress=bars, sockets=sockets
                 )
             else:
-                [engine] = engines
+                [engine] = catalog.models
                 assert isinstance(engine, EngineOptions), "models on demand have processes"
                 check_start(engine, batcher, options, sockets)
                 await import_engine(bars)

@@ -18,7 +18,7 @@ from genbatch.nif.cuda_device import choose_device
 from genbatch.nif.engine_options import GPU_ONLY, EngineOptions, check_dtype
 from genbatch.nif.errors import AdapterError, ModelError, OptionError
 from genbatch.nif.free_memory import free_host_memory
-from genbatch.nif.kv.cache_size import CacheLimits, CacheSize, StepShape, cache_size, gpu_memory
+from genbatch.nif.kv.cache_size import CacheLimits, CacheSize, FreeMemory, StepShape, cache_size, gpu_memory
 from genbatch.nif.kv.disk_cache import DiskCache
 from genbatch.nif.kv.offload import fingerprint
 from genbatch.nif.models.architecture import heads_of, widest_mlp
@@ -172,9 +172,8 @@ class Engine:
             runner.groups,
             [runner.bytes_per_block(group, options.block_size) for group in groups],
             block_size=options.block_size,
-            probe=self._free_memory,
+            memory=FreeMemory(self._free_memory, self._describe_memory),
             limits=limits,
-            found=self._found_memory,
         )
 
     def _free_memory(self, *, collect: bool = True) -> int | None:
@@ -183,7 +182,7 @@ class Engine:
             return self.options.tensor_parallel * gpu_memory(self.model.device, collect=collect).usable
         return free_host_memory()
 
-    def _found_memory(self) -> str:
+    def _describe_memory(self) -> str:
         """Describe the device's memory for an error message."""
         return str(gpu_memory(self.model.device, collect=False)) if self.model.device.type == "cuda" else ""
 

@@ -183,22 +183,32 @@ class CacheSize:
     positions: int
 
 
+@dataclass(frozen=True, slots=True)
+class FreeMemory:
+    """The free memory with only the model loaded.
+
+    Args:
+        measure: returns its bytes; None if they are unknown.
+        describe: describes this memory for an error message.
+    """
+
+    measure: Callable[[], int | None]
+    describe: Callable[[], str] = str
+
+
 def cache_size(
     step: StepShape,
     groups: Sequence[LayerGroup],
     bytes_per_block: Sequence[int],
     *,
     block_size: int,
-    probe: Callable[[], int | None],
+    memory: FreeMemory,
     limits: CacheLimits,
-    found: Callable[[], str] = str,
 ) -> CacheSize:
     """Compute the size of every layer group's pool.
 
     Args:
         bytes_per_block: bytes of a block, per group.
-        probe: returns the bytes of free memory with only the model loaded; None if unknown.
-        found: describes that memory for an error message.
 
     Raises:
         OptionError: not even a sequence of one block fits, or nothing at all bounds the pool.
@@ -221,7 +231,7 @@ def cache_size(
     limited_by = min(pinned, key=pinned.__getitem__, default="max_memory_percent")
     if pinned.get(limited_by) == 0:
         raise OptionError(limited_by, f"less than one block of {block_size} positions")
-    free = probe()
+    free = memory.measure()
     if free is None:
         if not pinned:
             raise OptionError("max_memory_percent", "free memory is unknown here; give n_ctx or num_blocks")
@@ -232,10 +242,11 @@ def cache_size(
     limited_by = "max_memory_percent"
     least = sized(1).footprint.total
     if least > budget:
+        description = memory.describe()
         raise OptionError(
             limited_by,
             f"a sequence of one block takes {least} bytes with its step, {budget} of {free} may be used"
-            + (f"; {found()}" if found() else ""),
+            + (f"; {description}" if description else ""),
         )
     # Bisect the number of blocks that fit: the footprint grows with each block.
     fits, too_many = 1, max(2, budget // max(1, min(bytes_per_block)) + 1)

@@ -102,7 +102,8 @@ async def test_a_held_prompt_that_never_fits_is_let_go_and_who_wanted_it_is_serv
 def test_a_session_takes_the_slot_of_what_was_used_longest_ago_but_not_of_what_it_needs() -> None:
     removed: list[int] = []
     held = HeldPrompts(range(2), 1)
-    calls = SessionCalls(cast(Any, SimpleNamespace(seq_rm=removed.append)), held, *cast(Any, [None] * 5))
+    texts = SimpleNamespace(intake=None)
+    calls = SessionCalls(cast(Any, SimpleNamespace(seq_rm=removed.append)), held, *cast(Any, [texts, None, None, None]))
     needed, other = prompt([1], last_used=1.0), prompt([2], last_used=2.0)
     for one in (needed, other):
         assert held.hold(one)

@@ -20,6 +20,7 @@ from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.gateways.addresses import default_address
 from genbatch.actors.scheduling.plan import BatchingType
 from genbatch.actors.scheduling.scheduler import PauseOrder, SchedulerPolicy
+from genbatch.actors.service.on_demand import ModelCatalog
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.clients.cli.generate import _print_summary
 from genbatch.clients.cli.main import app
@@ -273,10 +274,8 @@ def recorded_service(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Replaces the service by one that notes what it is opened with, and fails."""
     opened: list[Any] = []
 
-    def open_service(
-        engines: list[EngineOptions], batcher: BatcherOptions, service: ServiceOptions, **more: object
-    ) -> None:
-        opened.append((*engines, batcher, service))
+    def open_service(catalog: ModelCatalog, batcher: BatcherOptions, service: ServiceOptions, **more: object) -> None:
+        opened.append((*catalog.models, batcher, service))
         raise ModelError("some", "the end")
 
     monkeypatch.setattr("genbatch.actors.service.processes.open_processes", open_service)

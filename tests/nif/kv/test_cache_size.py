@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from genbatch.nif.errors import OptionError
-from genbatch.nif.kv.cache_size import CacheLimits, CacheSize, StepShape, _footprint, cache_size, group_blocks
+from genbatch.nif.kv.cache_size import (
+    CacheLimits,
+    CacheSize,
+    FreeMemory,
+    StepShape,
+    _footprint,
+    cache_size,
+    group_blocks,
+)
 from genbatch.nif.kv.kv_cache import KVCache
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runner import LayerGroup, RaggedBatch
@@ -43,7 +51,7 @@ def _size(
 ) -> CacheSize:
     sizes = [4096 * len(group.layers) for group in groups]
     chosen = CacheLimits.named(**limits)
-    return cache_size(step, groups, sizes, block_size=16, probe=lambda: free, limits=chosen)
+    return cache_size(step, groups, sizes, block_size=16, memory=FreeMemory(lambda: free), limits=chosen)
 
 
 def test_h08_memory_alone_fills_the_fraction_asked_for() -> None:
@@ -165,7 +173,12 @@ def test_h08_the_predicted_footprint_is_at_least_what_a_step_takes(
     shape = _step_of(model)
     sizes = [runner.bytes_per_block(group, 16) for group in range(len(runner.groups))]
     size = cache_size(
-        shape, runner.groups, sizes, block_size=16, probe=lambda: 1 << 30, limits=CacheLimits(n_ctx=shape.max_positions)
+        shape,
+        runner.groups,
+        sizes,
+        block_size=16,
+        memory=FreeMemory(lambda: 1 << 30),
+        limits=CacheLimits(n_ctx=shape.max_positions),
     )
     with _LiveBytes() as live:
         runner.allocate([-(-shape.max_positions // 16)] * len(sizes), 16)
