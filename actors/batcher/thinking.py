@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any, NamedTuple, get_args
 
 from genbatch.nif.models.loaded_model import Model
+from genbatch.nif.sampling.constraints import ThinkingBudget, ThinkingMarks
 from genbatch.nif.sampling.sampler import Constraint
-from genbatch.nif.sampling.thinking_budget import ThinkingBudget, ThinkingMarks
 from genbatch.nif.text.response_template import HARMONY
 from genbatch.proto.messages import Effort, GenerateRequest, PromptRequest
 

@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from genbatch.clients.in_process import open_batcher
-from genbatch.nif.sampling.thinking_budget import ThinkingBudget, ThinkingMarks
+from genbatch.nif.sampling.constraints import ThinkingBudget, ThinkingMarks
 from genbatch.nif.text.tools import THINKING_TAGS
 from genbatch.proto.errors import InvalidRequest
 from genbatch.proto.messages import Message, ResponseFormat

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genbatch.nif.sampling.token_rules import TokenRules
+from genbatch.nif.sampling.constraints import TokenRules
 
 TOKENS = st.integers(0, 69)  # three words of a mask
 
