@@ -1,7 +1,7 @@
-"""msgpack-RPC without input or output: what the messages are, and the events that they become at either end.
+"""msgpack-RPC without input or output: the messages, and the events that each end makes of them.
 
     request       [0, msgid, method, [params]]            client to service; [params, options] for a stream
-    response      [1, msgid, error, result]               service to client, exactly one for each request taken
+    response      [1, msgid, error, result]               service to client, exactly one for each accepted request
     notification  [2, name, params]                       to the client: token, tokens, heartbeat, goaway
                                                           to the service: cancel, credit, heartbeat
 
@@ -40,15 +40,15 @@ from genbatch.proto.errors import (
 from genbatch.proto.messages import DrawnTokens, Token, ToolCallDelta
 from genbatch.proto.validation import check_type
 
-# Grows when a client of the last version cannot go on. New methods, options, keys and notifications do not change it:
-# `hello` names the methods and options, and both ends pass over keys and notifications that they do not know.
+# Grows when a client of the last version cannot continue. New methods, options, keys and notifications do not change
+# it: `hello` names the methods and options, and both ends ignore unknown keys and notifications.
 WIRE_VERSION = 1
 REQUEST, RESPONSE, NOTIFICATION = 0, 1, 2
 MAX_MSGID = 2**64 - 1
-# Tokens that a client can ask for ahead; more of them is as good as all.
+# The most tokens that a client can grant; a larger number would have the same effect.
 MAX_CREDIT = 2**31 - 1
 
-# [msgid, index, token_id, text] and, if there is more to say, a map.
+# [msgid, index, token_id, text], and a map if the token has other fields.
 TokenArray = list[Any]
 
 
@@ -63,7 +63,7 @@ class TokenExtra(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class TokenRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """A token's array, as it is received."""
+    """The array of a received token."""
 
     msgid: int
     index: int
@@ -73,10 +73,10 @@ class TokenRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How a stream's tokens travel; all of it optional, so that simple clients stay simple.
+    """How a stream's tokens travel. Every option may be omitted, so that simple clients stay simple.
 
     Args:
-        credit: tokens that may be sent before the client grants more; None: as fast as its socket takes them.
+        credit: tokens that may be sent before the client grants more; None sends as fast as the socket takes them.
         coalesce: whether several tokens may come in one `tokens` message.
         drawn: the tokens that the client has from a stream of this request that was lost, one entry a choice. The
             stream continues after them, and its indices, too.
@@ -93,7 +93,7 @@ STREAM_OPTIONS: tuple[str, ...] = StreamOptions.__struct_fields__
 
 @dataclass(frozen=True, slots=True)
 class CallReceived:
-    """A client called `method`; owed one `result` or `error`. `params` is a map, not yet checked."""
+    """A client called `method`. The service owes one `result` or `error`. `params` is a map that is not checked yet."""
 
     msgid: int
     method: str
@@ -103,14 +103,14 @@ class CallReceived:
 
 @dataclass(frozen=True, slots=True)
 class CancelRequest:
-    """A client wants no more of an open call; its final is still owed."""
+    """A client has cancelled an open call. The service still owes the call's final message."""
 
     msgid: int
 
 
 @dataclass(frozen=True, slots=True)
 class CreditGranted:
-    """A client can take `count` more tokens of an open call."""
+    """A client takes `count` more tokens of an open call."""
 
     msgid: int
     count: int
@@ -118,22 +118,22 @@ class CreditGranted:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """The other end is alive. A client may say how many seconds its silence is to be taken for its death."""
+    """The other end is alive. A client may send a lease: its calls end after so many seconds without a message."""
 
     lease_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class GoAway:
-    """New requests are for another connection, and this connection is to be closed once its calls have ended."""
+    """The client sends new requests over another connection, and closes this connection after its last call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A message that was not taken; `reply` is to be sent.
+    """A refused message. The owner of the connection sends `reply`.
 
     Args:
-        is_foreign: it does not even begin as a message of this protocol does, so its sender speaks another.
+        is_foreign: whether its beginning belongs to no message of this protocol, so that its sender speaks another.
     """
 
     error: GenbatchError
@@ -151,14 +151,14 @@ class TokenReceived:
 
 @dataclass(frozen=True, slots=True)
 class TokensReceived:
-    """Several tokens that came in one message, possibly of several calls: each with its call's msgid."""
+    """The tokens of one message, each with the msgid of its call. They may belong to several calls."""
 
     tokens: list[tuple[int, Token]]
 
 
 @dataclass(frozen=True, slots=True)
 class Notified:
-    """A notification that this file does not read."""
+    """A notification with a name that this file does not know."""
 
     name: str
     params: list[Any]
@@ -166,7 +166,7 @@ class Notified:
 
 @dataclass(frozen=True, slots=True)
 class CallAnswered:
-    """A call's final: plain data."""
+    """The final message of a call that succeeded. The result is plain data."""
 
     msgid: int
     result: Any
@@ -174,14 +174,14 @@ class CallAnswered:
 
 @dataclass(frozen=True, slots=True)
 class CallFailed:
-    """A call's final: an error. Without a msgid the service could not tell which call it is about."""
+    """The final message of a call that failed. Without a msgid the service could not read which call failed."""
 
     msgid: int | None
     error: GenbatchError
 
 
 def typed(message: object) -> object:
-    """The message, or None if it does not start with a type and, where one belongs, a msgid: true and 1.0 equal 1."""
+    """Return a message that begins with a type and a msgid, or None. It compares types, since true and 1.0 equal 1."""
     if not isinstance(message, list) or len(message) < 2 or type(message[0]) is not int:
         return None
     if message[0] != NOTIFICATION and type(message[1]) not in (int, type(None)):
@@ -190,15 +190,15 @@ def typed(message: object) -> object:
 
 
 class CallPhase(enum.Enum):
-    """A call between its request and its one final; a msgid with no phase is free."""
+    """The phase of a call between its request and its one final message. A msgid without a phase is free."""
 
     WAITING = "waiting"
-    STREAMING = "streaming"  # at least one token went by
-    CANCELLED = "cancelled"  # its caller wants no more of it; the final is still to come
+    STREAMING = "streaming"  # at least one token was sent
+    CANCELLED = "cancelled"  # its caller has left; the final message has not been sent
 
 
 class CallEvent(enum.Enum):
-    """What is sent at one end and received at the other."""
+    """An event of a call: one end sends it, and the other end receives it."""
 
     REQUEST = "request"
     TOKEN = "token"
@@ -210,7 +210,7 @@ _TRANSITIONS: dict[tuple[CallPhase | None, CallEvent], CallPhase | None] = {
     (None, CallEvent.REQUEST): CallPhase.WAITING,
     (CallPhase.WAITING, CallEvent.TOKEN): CallPhase.STREAMING,
     (CallPhase.STREAMING, CallEvent.TOKEN): CallPhase.STREAMING,
-    # Tokens cross a cancellation on their way, and a cancellation crosses the final.
+    # Tokens and a cancellation may cross on the way, and so may a cancellation and the final message.
     (CallPhase.CANCELLED, CallEvent.TOKEN): CallPhase.CANCELLED,
     (None, CallEvent.CANCEL): None,
     (CallPhase.WAITING, CallEvent.CANCEL): CallPhase.CANCELLED,
@@ -249,21 +249,21 @@ class CallPhases:
         return msgid in self._phases
 
     def open_calls(self) -> list[int]:
-        """The msgids without a final yet, oldest first."""
+        """Return the msgids without a final message, oldest first."""
         return list(self._phases)
 
     def drop(self, msgid: int) -> None:
-        """Frees a msgid, in any phase: its owner has failed."""
+        """Free a msgid in any phase, because its owner has failed."""
         self._phases.pop(msgid, None)
 
     def move(self, msgid: int, event: CallEvent) -> CallPhase | None:
-        """Lets `event` happen; returns the phase before it.
+        """Book an event, and return the phase before the event.
 
         Raises:
-            IllegalEvent: it cannot happen now.
+            IllegalEvent: the event is not allowed in this phase.
         """
         before = self._phases.get(msgid)
-        if before is _STREAMING and event is _TOKEN:  # the one event that happens often
+        if before is _STREAMING and event is _TOKEN:  # the most frequent event
             return before
         if (before, event) not in _TRANSITIONS:
             raise IllegalEvent(msgid, before, event)
@@ -275,7 +275,7 @@ class CallPhases:
         return before
 
 
-# How long a peer that is full with its own calls should wait; they are its to finish.
+# The retry hint in milliseconds for a peer with too many open calls of its own.
 RETRY_AFTER_MS = 100
 
 ServerEvent = CallReceived | CancelRequest | CreditGranted | Heartbeat | Refused
@@ -286,7 +286,7 @@ class ServerConnection:
 
     Args:
         max_calls: most calls open at once.
-        limits: bounds on a client's messages; None for a client that is trusted.
+        limits: bounds on a client's messages; None for a trusted client.
     """
 
     def __init__(self, max_calls: int, limits: DecodeLimits | None = REQUEST_LIMITS) -> None:
@@ -295,7 +295,7 @@ class ServerConnection:
         self._limits = limits
 
     def receive(self, data: bytes) -> ServerEvent | None:
-        """What a message means; None for notifications that nobody here knows, and for responses. Raises nothing."""
+        """Return the event of a message; None for unknown notifications and for responses. This method never raises."""
         try:
             return self._read(decode(data, self._limits))
         except GenbatchError as error:
@@ -304,32 +304,32 @@ class ServerConnection:
             return Refused(error, self.refusal(data, error), is_foreign)
 
     def token(self, msgid: int, token: Token) -> TokenArray | None:
-        """A call's next token as it travels, for `token_message`; None once the call is cancelled."""
+        """Return the array of a call's next token, for `token_message`; None for a cancelled call."""
         if self.calls.move(msgid, _TOKEN) is _CANCELLED:
             return None
         return token_array(msgid, token)
 
     def result(self, msgid: int, result: object) -> bytes:
-        """The final of a call that succeeded; the call stays open if `result` is nothing that can be sent.
+        """Return the final message of a call that succeeded.
 
         Raises:
-            TypeError, ValueError, OverflowError: it is not.
+            TypeError, ValueError, OverflowError: `result` has no form on the wire; the call stays open.
         """
         data = encode([RESPONSE, msgid, None, result])
         self.calls.move(msgid, CallEvent.FINAL)
         return data
 
     def error(self, msgid: int, error: GenbatchError) -> bytes:
-        """The final of a call that failed."""
+        """Return the final message of a call that failed."""
         self.calls.move(msgid, CallEvent.FINAL)
         return error_message(msgid, error)
 
     def heartbeat(self) -> bytes:
-        """Tells the client that its calls are not forgotten."""
+        """Return the message that tells the client that its calls are still open."""
         return encode([NOTIFICATION, "heartbeat", []])
 
     def refusal(self, data: bytes, error: GenbatchError) -> bytes:
-        """The reply to a message not taken: with its msgid, if it is a request and the msgid names no open call."""
+        """Return the reply to a refused message, with the msgid of a request unless an open call has this msgid."""
         match typed(read_head(data)):
             case [0, int(msgid)] if msgid >= 0 and msgid not in self.calls:
                 return error_message(msgid, error)
@@ -342,7 +342,7 @@ class ServerConnection:
             case [2, str() | bytes() as name, list(params)]:
                 return self._read_notification(_name(name), params)
             case [1, *_]:
-                return None  # an answer to an answer could go on for ever
+                return None  # answering an answer could loop for ever
         raise MalformedMessage("not [0, msgid, method, [params]] nor [2, name, params]")
 
     def _read_request(self, msgid: int, method: str, params: object) -> CallReceived:
@@ -376,7 +376,7 @@ class ServerConnection:
         if name == "credit":
             msgid, count = check_type(params, tuple[int, int])
             _check_credit(count, 1)
-            return CreditGranted(msgid, count) if msgid in self.calls else None  # else it crossed the final
+            return CreditGranted(msgid, count) if msgid in self.calls else None  # else it crossed the final message
         if name == "heartbeat":
             (lease_s,) = check_type(params, tuple[float]) if params else (None,)
             if lease_s is not None and not lease_s > 0:
@@ -386,10 +386,10 @@ class ServerConnection:
 
 
 def token_array(msgid: int, token: Token, shows: bool = True) -> TokenArray:
-    """A token as it travels.
+    """Return the array of a token on the wire.
 
     Args:
-        shows: whether the caller reads its texts; else it travels without them.
+        shows: whether the caller reads the token's texts; otherwise the array has none.
     """
     array: TokenArray = [msgid, token.index, token.token_id, token.text if shows else ""]
     if token.logprob is None and not (token.choice or token.reasoning or token.tool_calls):
@@ -404,32 +404,32 @@ def token_array(msgid: int, token: Token, shows: bool = True) -> TokenArray:
 
 
 def token_message(token: TokenArray) -> bytes:
-    """The notification of one token."""
+    """Return the notification of one token."""
     return encode([NOTIFICATION, "token", token])
 
 
 def tokens_message(tokens: list[TokenArray]) -> bytes:
-    """The notification of several tokens, of one call or of several, in order."""
+    """Return the notification of several tokens in order, of one call or of several."""
     return encode([NOTIFICATION, "tokens", tokens])
 
 
 def goaway_message() -> bytes:
-    """The notification that asks a client to open another connection for new requests."""
+    """Return the notification that asks a client to open another connection for new requests."""
     return notification("goaway")
 
 
 def notification(name: str, *params: object) -> bytes:
-    """A notification with these parameters."""
+    """Return a notification with these parameters."""
     return encode([NOTIFICATION, name, params])
 
 
 def error_message(msgid: int | None, error: GenbatchError) -> bytes:
-    """A response that is an error; without a msgid it is about no call in particular."""
+    """Return an error response; without a msgid it belongs to no particular call."""
     return encode([RESPONSE, msgid, error.to_wire(), None])
 
 
 def _name(name: object) -> str:
-    """A method's or a notification's name; older libraries send it as binary data."""
+    """Return the name of a method or a notification; older libraries send the name as binary data."""
     if isinstance(name, bytes):
         return name.decode(errors="replace")
     if not isinstance(name, str):
@@ -456,7 +456,7 @@ class ClientConnection:
     """The client's end.
 
     Args:
-        limits: bounds on the service's messages; None for a service that is trusted, and for requests of any size.
+        limits: bounds on the service's messages; None for a trusted service, and for requests of any size.
     """
 
     def __init__(self, limits: DecodeLimits | None = RESPONSE_LIMITS) -> None:
@@ -466,13 +466,13 @@ class ClientConnection:
         self._next_index: dict[tuple[int, int], int] = {}  # by msgid and choice
 
     def request(self, method: str, params: object, options: StreamOptions = PLAIN_STREAM) -> tuple[int, bytes]:
-        """Opens a call: its msgid and the message to send.
+        """Open a call, and return its msgid and the message to send.
 
         Args:
-            options: of a stream; others have none.
+            options: the options of a stream.
 
         Raises:
-            FrameTooLarge: the service would not take it; nothing was opened.
+            FrameTooLarge: the request is larger than a service accepts; nothing was opened.
             InvalidRequest: a parameter has no form on the wire; nothing was opened.
         """
         msgid = next(self._msgids)
@@ -482,29 +482,29 @@ class ClientConnection:
         except (UnicodeEncodeError, OverflowError, TypeError, RecursionError):
             raise why_unsendable(params) or InvalidRequest(None, "cannot be sent") from None
         if self._limits is not None and len(data) > REQUEST_LIMITS.max_bytes:
-            raise FrameTooLarge(f"the request has {len(data)} bytes, {REQUEST_LIMITS.max_bytes} are taken")
+            raise FrameTooLarge(f"the request has {len(data)} bytes, {REQUEST_LIMITS.max_bytes} are allowed")
         self.calls.move(msgid, CallEvent.REQUEST)
         for choice, drawn in enumerate(options.drawn):
             self._next_index[msgid, choice] = len(drawn.token_ids)
         return msgid, data
 
     def cancel(self, msgid: int) -> bytes | None:
-        """Gives a call up: nothing more is reported of it. None where nothing needs to be sent."""
+        """Cancel a call, so that no more of its events are returned; return the message to send, or None for none."""
         before = self.calls.move(msgid, CallEvent.CANCEL)
         if before in (None, CallPhase.CANCELLED):
             return None
         return encode([NOTIFICATION, "cancel", [msgid]])
 
     def credit(self, msgid: int, count: int) -> bytes:
-        """Lets the service send `count` more tokens of a call that announced credit."""
+        """Return the message that grants `count` more tokens to a call with credit."""
         return encode([NOTIFICATION, "credit", [msgid, count]])
 
     def heartbeat(self, lease_s: float) -> bytes:
-        """Tells the service to keep the open calls for another `lease_s` seconds."""
+        """Return the message that keeps the open calls for another `lease_s` seconds."""
         return encode([NOTIFICATION, "heartbeat", [lease_s]])
 
     def receive(self, data: bytes) -> ClientEvent | None:
-        """What a message means; None for what belongs to a cancelled call and for unknown notifications.
+        """Return the event of a message; None for messages of a cancelled call.
 
         Raises:
             FrameTooLarge, MalformedMessage: the service broke the protocol.
@@ -513,13 +513,13 @@ class ClientConnection:
             return self._read(decode(data, self._limits))
         except IllegalEvent as error:
             raise MalformedMessage(str(error)) from None
-        except InvalidRequest as error:  # a type that does not fit
+        except InvalidRequest as error:  # a value of a wrong type
             raise MalformedMessage(str(error)) from None
 
     def _read(self, message: object) -> ClientEvent | None:
         match typed(message):
             case [2, "token", list(token)]:
-                return next((TokenReceived(*one) for one in self._read_tokens([token])), None)
+                return next((TokenReceived(*received) for received in self._read_tokens([token])), None)
             case [2, "tokens", list(tokens)]:
                 return TokensReceived(self._read_tokens(tokens))
             case [2, "heartbeat", list()]:
@@ -535,7 +535,7 @@ class ClientConnection:
         raise MalformedMessage("neither a response nor a notification")
 
     def _read_tokens(self, arrays: list[object]) -> list[tuple[int, Token]]:
-        """The tokens of open calls, each with its call's msgid."""
+        """Return the tokens of open calls, each with its call's msgid."""
         received = []
         move, next_index = self.calls.move, self._next_index
         for row in check_type(arrays, list[TokenRow]):
@@ -560,7 +560,7 @@ class ClientConnection:
             expected = next_index.get(key, 0)
             # guard: no gap in a stream
             if index != expected:
-                raise MalformedMessage(f"token {index} of call {msgid} came where {expected} should")
+                raise MalformedMessage(f"token {index} of call {msgid} arrived, and {expected} was expected")
             next_index[key] = index + 1
             received.append((msgid, token))
         return received

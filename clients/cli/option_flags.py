@@ -1,17 +1,16 @@
-"""The flags of a service's options, made of the options themselves: a new field has its flag without a line here.
+"""The flags of a service's options, made of the options' dataclasses: a new field has its flag without a line here.
 
     @with_flag_groups
     def serve(context: typer.Context, *, flags: ServiceFlags) -> None:
         settings = settings_of(context, model, file, flags)
 
-`n_parallel` is `--n-parallel`, and its help is what the field's line under "Args:" says. `fair_share`, which is on by
-default, is `--no-fair-share`; `--fair-share`, for where a file turns it off, works too and is not in the help.
-`system_prompts` is `--system-prompt` again and again, a limit of requests `--limit NAME=VALUE`. Here is only what a
-flag looks like: under which heading it stands, and what its value is called.
+The option `n_parallel` has the flag `--n-parallel`, and the field's line under "Args:" is its help. `fair_share` is on
+by default, so its flag is `--no-fair-share`. `--fair-share` overrides a file that turns it off; the help omits this
+flag. `system_prompts` has `--system-prompt`, which may be repeated. A limit of requests is `--limit NAME=VALUE`. This
+file has only the look of a flag: its heading, and the name of its value.
 
-The options themselves are read from the dataclasses that hold them: name, type, default and what each means. That
-also makes the key of the file, the variable of the environment, and the rows of `genbatch config` and
-docs/options.md.
+The dataclasses have the name, type, default and meaning of each option. These also give the key in the file, the
+environment variable, and the rows of `genbatch config` and docs/options.md.
 """
 
 import inspect
@@ -37,27 +36,27 @@ from genbatch.proto.validation import RequestLimits
 SECTIONS = {
     EngineOptions: "Model and memory",
     BatcherOptions: "Batching",
-    RequestLimits: "What one request may ask for",
+    RequestLimits: "Limits of a request",
     ServiceOptions: "Service",
 }
 LIMITS = "limits"
-# What the command takes where a program takes something else: `genbatch serve` outlives its engine.
+# Defaults of the command that differ from those of a program: `genbatch serve` outlives its engine.
 _OF_COMMANDS = {"engine": "process"}
-# Whose values are shown to nobody.
+# The names of options with values that are never shown.
 _SECRET = re.compile(r"(^|_)(secret|password|token|api_key)$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One option.
+    """An option of a service.
 
     Args:
-        name: its key in the file, and keyword in Python; a request limit's is "limits.NAME".
-        owner: the class that has it.
-        field: its name there.
-        kind: a type made of plain values, to be read from text or TOML.
-        default: what `genbatch serve` takes.
-        text: what it means.
+        name: the key in the file, and the keyword in Python; "limits.NAME" for a limit of requests.
+        owner: the class with its field.
+        field: the name of this field.
+        kind: a type of plain values, for text and TOML.
+        default: the default of `genbatch serve`.
+        text: its meaning.
     """
 
     name: str
@@ -69,7 +68,7 @@ class Option:
 
     @property
     def variable(self) -> str:
-        """Its name in the environment."""
+        """The name of its environment variable."""
         return f"GENBATCH_{self.name.upper().replace('.', '__')}"
 
     @property
@@ -78,11 +77,11 @@ class Option:
         return _SECRET.search(self.field) is not None
 
     def plain(self, value: Any) -> Any:
-        """The value as JSON has it."""
+        """Return a value in the form of JSON."""
         return int(value) if isinstance(value, CpuDefault) else value
 
     def shown(self, value: Any) -> str:
-        """The value as a person reads it; nothing of a secret."""
+        """Return a value as text for people, without secrets."""
         if value is None:
             return "none"
         if self.is_secret:
@@ -98,20 +97,22 @@ class Option:
 
 @cache
 def options() -> Mapping[str, Option]:
-    """All of them by name, in the order of their classes."""
-    found: dict[str, Option] = {}
+    """Return all options by name, in the order of their classes."""
+    all_options: dict[str, Option] = {}
     for owner in SECTIONS:
         texts = arguments_of(owner)
-        for name, kind, default in _fields(owner):
-            shown = "model" if name == "model_path" else f"{LIMITS}.{name}" if owner is RequestLimits else name
-            assert shown not in found, f"two options are called {shown}"
-            kind, default = _plain(kind), _OF_COMMANDS.get(name, default)
-            found[shown] = Option(name=shown, owner=owner, field=name, kind=kind, default=default, text=texts[name])
-    return found
+        for field, kind, default in _fields(owner):
+            name = "model" if field == "model_path" else f"{LIMITS}.{field}" if owner is RequestLimits else field
+            assert name not in all_options, f"two options have the name {name}"
+            kind, default = _plain(kind), _OF_COMMANDS.get(field, default)
+            all_options[name] = Option(
+                name=name, owner=owner, field=field, kind=kind, default=default, text=texts[field]
+            )
+    return all_options
 
 
 def markdown_table() -> str:
-    """The tables of docs/options.md: every option with its default and its meaning, a table for each class."""
+    """Return the tables of docs/options.md: for each class its options, with their defaults and meanings."""
     tables = []
     for owner, title in SECTIONS.items():
         lines = [f"**{title}**", "", "| option | default | |", "|---|---|---|"]
@@ -124,19 +125,19 @@ def markdown_table() -> str:
 
 
 def _fields(owner: type[Any]) -> list[tuple[str, Any, Any]]:
-    """(name, type, default) of what can be given to the class."""
+    """Return the (name, type, default) of each field that the class takes."""
     hints = get_type_hints(owner)
     if issubclass(owner, msgspec.Struct):
         return [(field.name, hints[field.name], field.default) for field in msgspec.structs.fields(owner)]
     return [
         (field.name, hints[field.name], field.default)
         for field in fields(owner)
-        if field.init and field.default is not MISSING  # the limits, which have a section of their own, have a factory
+        if field.init and field.default is not MISSING  # the limits have a factory, and a section of their own
     ]
 
 
 def _plain(kind: Any) -> Any:
-    """The part of a type that text or TOML can give."""
+    """Return the part of a type that text or TOML can express."""
     if get_origin(kind) in (Union, types.UnionType):
         members = [_plain(member) for member in get_args(kind) if _is_plain(member)]
         return Union[tuple(members)]  # noqa: UP007  # made of a tuple
@@ -150,18 +151,18 @@ def _is_plain(kind: Any) -> bool:
 
 
 def arguments_of(owner: type[Any]) -> dict[str, str]:
-    """The entries of "Args:", by name."""
+    """Return the entries of "Args:" in a docstring, by name."""
     section = inspect.cleandoc(owner.__doc__ or "").partition("Args:\n")[2].split("\n\n")[0]
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for entry in re.split(r"\n(?=    \S)", "\n" + section)[1:]:
         names, _, text = " ".join(entry.split()).partition(": ")
-        found.update(dict.fromkeys(names.split(", "), text))
-    return found
+        texts.update(dict.fromkeys(names.split(", "), text))
+    return texts
 
 
 DEFAULT_MODEL = EngineOptions().model_path
 
-# Option -> the heading that begins with it, in the order of the fields.
+# The first option of each heading, in the order of the fields.
 _HEADINGS = {
     "served_model_name": "Model",
     "use_cuda_graph": "CUDA graphs",
@@ -179,7 +180,7 @@ _HEADINGS = {
     "log_format": "Log",
 }
 _REQUESTS = "Requests"
-# What a flag's value is called, where the type does not say it.
+# The name of a flag's value, if the type does not tell it.
 _VALUES = {
     **dict.fromkeys(("bind", "rpc_bind"), "ADDRESS"),
     **dict.fromkeys(("chat_template", "tokens", "tls_cert", "tls_key", "record"), "FILE"),
@@ -197,7 +198,7 @@ _VALUES = {
     "record_limit": "MIB",
 }
 _MORE_FLAGS = {"bind": ("-b",), "scheduler": ("--scheduler-type",), "block_size": ("--page-size",)}
-_NOT = "no_"  # in front of the parameter that turns an option off
+_NOT = "no_"  # the prefix of a parameter that turns an option off
 _LIMIT_NAMES = ", ".join(RequestLimits.__struct_fields__)
 
 
@@ -205,7 +206,7 @@ class OptionFlags:
     """The values of some options' flags.
 
     Args:
-        values: by option; one that is not there has its default.
+        values: by option; a missing option has its default.
     """
 
     names: ClassVar[tuple[str, ...]] = ()
@@ -215,17 +216,17 @@ class OptionFlags:
 
     @classmethod
     def parameters(cls) -> list[Parameter]:
-        """What typer is to see: a keyword parameter an option."""
+        """Return the parameters for typer, a keyword for each option."""
         headings = _headings()
         return [flag for name in cls.names for flag in _parameters(options()[name], headings[name])]
 
     def changed(self) -> list[str]:
-        """The options whose value is not the default."""
+        """Return the options with a value that is not the default."""
         return [name for name, value in self.values.items() if value != options()[name].default]
 
 
 class ModelFlags(OptionFlags):
-    """Which model runs and how: what every command takes that can run one itself."""
+    """The flags of every command that can run a model by itself."""
 
     names = (
         *("served_model_name", "chat_template", "dtype", "n_gpu_layers", "runner", "quantize", "pooling", "n_threads"),
@@ -233,7 +234,7 @@ class ModelFlags(OptionFlags):
     )
 
     def options(self, model: str) -> EngineOptions:
-        """The engine's options for `model`.
+        """Return the engine's options for `model`.
 
         Raises:
             OptionError: a value is out of range; the message names the option.
@@ -252,42 +253,42 @@ class ServiceFlags(OptionFlags):
 
     @classmethod
     def parameters(cls) -> list[Parameter]:
-        """See OptionFlags; and --limit, for all limits of requests."""
+        """Return the parameters of all options, and --limit for all limits of requests."""
         flag = typer.Option(
             metavar="NAME=VALUE",
-            help=f"What one request may ask for; may be given again. Names: {_LIMIT_NAMES}.",
+            help=f"A limit of a request; may be repeated. Names: {_LIMIT_NAMES}.",
             rich_help_panel=_REQUESTS,
         )
         limit = Parameter("limit", Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[list[str] | None, flag])
         return [*super().parameters(), limit]
 
     def given(self, context: typer.Context) -> dict[str, Any]:
-        """The options that the command line names, by name.
+        """Return the values of the options on the command line, by name.
 
         Raises:
             OptionError: there is no such limit, or its value is of the wrong type; an option is turned on and off.
         """
-        given: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for parameter, value in self.values.items():
             if is_given(context, parameter):
                 name = parameter.removeprefix(_NOT)
-                if name in given:
+                if name in values:
                     raise OptionError(name, "is turned on and off at once")
-                given[name] = not value if name != parameter else tuple(value) if isinstance(value, list) else value
-        return given | {f"{LIMITS}.{name}": value for name, value in limits_of(self.limits).items()}
+                values[name] = not value if name != parameter else tuple(value) if isinstance(value, list) else value
+        return values | {f"{LIMITS}.{name}": value for name, value in limits_of(self.limits).items()}
 
 
 def is_given(context: typer.Context, parameter: str) -> bool:
-    """Whether the command line names the parameter."""
+    """Return whether the command line names a parameter."""
     source = context.get_parameter_source(parameter)
     return source is not None and source.name == "COMMANDLINE"
 
 
 def limits_of(assignments: list[str]) -> dict[str, Any]:
-    """The limits of requests that NAME=VALUE says.
+    """Return the limits of requests that NAME=VALUE arguments set.
 
     Raises:
-        OptionError: it is not NAME=VALUE, or the value is of the wrong type.
+        OptionError: an argument is not NAME=VALUE, or its value is of the wrong type.
     """
     named: dict[str, str] = {}
     for assignment in assignments:
@@ -295,7 +296,7 @@ def limits_of(assignments: list[str]) -> dict[str, Any]:
         if not equals:
             raise OptionError("limit", f"{assignment!r} is not NAME=VALUE")
         if name not in RequestLimits.__struct_fields__:
-            raise OptionError("limit", f"{name!r} is none of {_LIMIT_NAMES}")
+            raise OptionError("limit", f"{name!r} is not one of {_LIMIT_NAMES}")
         named[name] = value
     try:
         limits = msgspec.convert(named, RequestLimits, strict=False)
@@ -305,17 +306,17 @@ def limits_of(assignments: list[str]) -> dict[str, Any]:
 
 
 def _headings() -> dict[str, str]:
-    """The heading that each option stands under: the last that began before it."""
-    found: dict[str, str] = {}
+    """Return the heading of each option: the last heading that began before the option."""
+    headings: dict[str, str] = {}
     heading = ""
     for name in options():
         heading = _HEADINGS.get(name, heading)
-        found[name] = heading
-    return found
+        headings[name] = heading
+    return headings
 
 
 def _parameters(option: Option, heading: str) -> list[Parameter]:
-    """An option's flag; of one that is on or off the flag that changes it, and out of sight the other one."""
+    """Return an option's flag. A switch has the flag that changes its default, and hides the opposite flag."""
     flag = f"--{option.name.replace('_', '-')}"
     negative = f"--no-{re.sub('^--(allow|enable|use)?-?', '', flag)}"
     if option.kind is bool:
@@ -326,9 +327,7 @@ def _parameters(option: Option, heading: str) -> list[Parameter]:
     if bool in get_args(option.kind):
         return [_parameter(option.name, option.kind, None, _look(option, heading, f"{flag}/{negative}"))]
     if option.kind == tuple[str, ...]:
-        look = _look(
-            option, heading, flag.removesuffix("s"), text=f"{option.text.removesuffix('.')}; may be given again"
-        )
+        look = _look(option, heading, flag.removesuffix("s"), text=f"{option.text.removesuffix('.')}; may be repeated")
         return [_parameter(option.name, list[str] | None, None, look)]
     return [_parameter(option.name, option.kind, option.default, _look(option, heading, flag))]
 
@@ -349,7 +348,7 @@ def _look(option: Option, heading: str, flag: str, *, text: str = "", hidden: bo
 
 
 def _value(option: Option) -> str | None:
-    """What its value is called; None leaves it to the type."""
+    """Return the name of an option's value; None uses the name of its type."""
     if option.name in _VALUES:
         return _VALUES[option.name]
     if option.name.endswith("_s"):

@@ -1,6 +1,6 @@
 """OpenAI's API and Mistral's /v1/fim/completions: their bodies as requests of our own.
 
-`fields.py` has what becomes of a parameter that is none of these.
+`bodies.py` has the treatment of all other parameters.
 """
 
 from collections.abc import Sequence
