@@ -87,7 +87,7 @@ class ServedModels:
                 return await self._engines[model].call(request, timeout=timeout, control=control)
             case LoadAdapterRequest():
                 raise InvalidRequest(
-                    None, "which of several models it adapts cannot be said; load it at the start, or alone"
+                    None, "a service of several models loads no adapter while it runs; serve its model alone"
                 )
             case DrainRequest():
                 return await self._drain(request)

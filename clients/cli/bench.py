@@ -105,14 +105,14 @@ class LoadFlags:
     batch: Annotated[
         list[int] | None,
         typer.Option(
-            min=1, help=f"w5: requests at once; may be given again; the default is {_listed(FIXED_BATCHES)}.",
+            min=1, help=f"w5: requests at once; may be repeated; the default is {_listed(FIXED_BATCHES)}.",
             rich_help_panel=_LOAD,
         ),
     ] = None  # fmt: skip
     context: Annotated[
         list[int] | None,
         typer.Option(
-            min=1, help=f"w5: tokens of a prompt; may be given again; the default is {_listed(FIXED_CONTEXTS)}.",
+            min=1, help=f"w5: tokens of a prompt; may be repeated; the default is {_listed(FIXED_CONTEXTS)}.",
             rich_help_panel=_LOAD,
         ),
     ] = None  # fmt: skip
@@ -154,7 +154,7 @@ class TrafficFlags:
     load: Annotated[
         list[float] | None,
         typer.Option(
-            help=f"w4: share of the capacity; may be given again; the default is {_listed(POISSON_LOADS)}.",
+            help=f"w4: share of the capacity; may be repeated; the default is {_listed(POISSON_LOADS)}.",
             rich_help_panel=_TRAFFIC,
         ),
     ] = None
@@ -187,7 +187,7 @@ class ReportFlags:
         list[str] | None,
         typer.Option(
             metavar="METRIC:MS",
-            help="Count requests within this limit, such as ttft:500, tpot:50 or e2el:9000; may be given again.",
+            help="Count requests within this limit, such as ttft:500, tpot:50 or e2el:9000; may be repeated.",
             rich_help_panel=_MEASURES,
         ),
     ] = None

@@ -71,7 +71,7 @@ class SamplingFlags(OptionFlags):
                 names, metavar = ["--ignore-eos"] if kind is bool else [], None
                 if field.name == "stop":
                     kind, default, metavar = list[str] | None, None, "TEXT"
-                    text = f"{text.removesuffix('.')}; may be given again"
+                    text = f"{text.removesuffix('.')}; may be repeated"
                 look = typer.Option(*names, metavar=metavar, help=escape(sentence(text)), rich_help_panel=_SAMPLING)
                 flags.append(_flag(field.name, kind, default, look))
         return [*flags, *_SHAPE_FLAGS]

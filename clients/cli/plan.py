@@ -103,7 +103,7 @@ class SimulatedFleetFlags:
     router: Annotated[
         list[str] | None,
         typer.Option(
-            help='round_robin, least_tokens, prefix or "module:Class"; may be given again; the default is prefix.',
+            help='round_robin, least_tokens, prefix or "module:Class"; may be repeated; the default is prefix.',
             rich_help_panel=_FLEET,
         ),
     ] = None

@@ -32,7 +32,7 @@ from genbatch.clients.interface import Client
 from genbatch.nif.models.model_names import written_path
 from genbatch.proto.errors import GenbatchError
 
-# Heading -> {name in the stats: what a person reads}; whatever else a service counts comes last, as it is.
+# Heading -> {name in the stats: its label}. Other counters follow at the end under their own names.
 _SECTIONS = {
     "Service": {"model": "model", "runner": "runner", "n_parallel": "sequences at once"},
     "On demand": {
@@ -59,35 +59,35 @@ _SECTIONS = {
         "shared_tokens": "shared (seq_cp)",
         "reused_tokens": "reused (prefix cache)",
         "generation_tokens": "generated",
-        "drafted_tokens": "drafted (prompt lookup)",
-        "accepted_draft_tokens": "of those, right",
+        "drafted_tokens": "drafted",
+        "accepted_draft_tokens": "accepted drafts",
     },
     "Steps": {
         "steps": "steps",
         "mean_batch_size": "mean batch size",
         "step_seconds": "seconds in steps",
-        "decode_tokens_per_s": "tok/s decoded, lately",
-        "prefill_tokens_per_s": "tok/s prefilled, lately",
-        "ttft_p50": "median TTFT, s",
-        "ttft_p99": "99th percentile, s",
-        "latency_p50": "median latency, s",
-        "latency_p99": "99th percentile, s",
-        "service_p50": "median time with a slot, s",
-        "service_p99": "99th percentile, s",
+        "decode_tokens_per_s": "recent decode, tok/s",
+        "prefill_tokens_per_s": "recent prefill, tok/s",
+        "ttft_p50": "TTFT, median, s",
+        "ttft_p99": "TTFT, 99th percentile, s",
+        "latency_p50": "latency, median, s",
+        "latency_p99": "latency, 99th percentile, s",
+        "service_p50": "time with a slot, median, s",
+        "service_p99": "time with a slot, 99th percentile, s",
     },
     "KV cache": {
-        "kv_block_size": "positions a block",
+        "kv_block_size": "positions of a block",
         "kv_blocks_max": "blocks",
         "kv_blocks_used": "used",
         "kv_blocks_free": "free",
         "kv_bytes": "bytes",
-        "prefix_cache_queries": "prompt tokens looked up",
-        "prefix_cache_hits": "of those, found",
+        "prefix_cache_queries": "prefix cache: tokens looked up",
+        "prefix_cache_hits": "prefix cache: tokens found",
         "swapped_bytes": "bytes swapped out",
-        "held_prompts": "system prompts held",
+        "held_prompts": "shared system prompts",
     },
 }
-# Said by another row already, or for programs and `genbatch top`.
+# Counters that repeat another row, or that are for programs and `genbatch top`.
 _LEFT_OUT = {"scheduled_entries", "histograms", "slots", "tenants"}
 
 

@@ -213,7 +213,7 @@ def main() -> None:
             continue
         command.add_argument("--bench", type=Path, required=True, help="what fit wrote")
         command.add_argument("--replicas", type=int, default=2)
-        command.add_argument("--router", action="append", help="may be given again; else prefix")
+        command.add_argument("--router", action="append", help="may be repeated; else prefix")
         command.add_argument("--rate", type=float, default=2.0, help="requests a second")
         command.add_argument("--requests", type=int, default=60)
         command.add_argument("--systems", type=int, default=12, help="system prompts")
