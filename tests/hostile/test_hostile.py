@@ -17,6 +17,7 @@ from genbatch.actors.service.service import open_service
 from genbatch.clients import RPCClient
 from genbatch.nif.engine_options import EngineOptions
 from tests.actors.gateways.scripted_batcher import PATIENCE_S, served
+from tests.hostile.__main__ import main as measure_kinds
 from tests.hostile.clients import (
     CONNECTIONS,
     FLOOD,
@@ -58,6 +59,15 @@ HEARD = {
     "http_2_resets": {"http 505": SLOW},
     "slow_streams": {"http 200", "http 429"},
 }
+
+
+def test_make_hostile_measures_a_kind_at_every_door_of_a_real_service(
+    tiny_model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kind = ["--minutes", "0.02", "--repeats", "1", "--kind", "zeromq_messages"]
+    monkeypatch.setattr("sys.argv", ["hostile", "--model", str(tiny_model_dir("llama")), *kind])
+    assert measure_kinds() == 0
+    assert "| zeromq messages | " in capsys.readouterr().out
 
 
 @pytest.mark.trio

@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -79,6 +80,20 @@ def _end_group(process: BaseProcess) -> None:
     process.join()
 
 
+def put_first(names: str) -> None:
+    """Let the processes that a test starts import from the folder, which is on PYTHONPATH.
+
+    A .pth file of the environment may put the checkout before PYTHONPATH. Python imports sitecustomize after it.
+    """
+    (Path(names) / "sitecustomize.py").write_text(f"import sys\n\nsys.path.insert(0, {names!r})\n")
+
+
+def origin_in_a_child() -> str:
+    """Return the file from which a process of the service imports the product."""
+    find = "import importlib.util; print(importlib.util.find_spec('genbatch').origin)"
+    return subprocess.run([sys.executable, "-P", "-c", find], capture_output=True, text=True, check=True).stdout
+
+
 def _run(copy: Path, tests: list[str], options: Sequence[str], log: Path) -> None:
     """In the process: has `genbatch` and `tests` come from the copy, then runs pytest."""
     os.setpgid(0, 0)
@@ -90,13 +105,14 @@ def _run(copy: Path, tests: list[str], options: Sequence[str], log: Path) -> Non
     os.chdir(copy)
     names = str(copy / ".ns")
     os.environ["PYTHONPATH"] = names
+    put_first(names)
     # What is compiled is kept in the copy: tests do not change, and of the product a file's digest is compared.
     sys.dont_write_bytecode = False
     sys.path[:] = [names, str(copy), *(entry for entry in sys.path if entry)]
     for name in [name for name in sys.modules if name.partition(".")[0] in ("genbatch", "tests")]:
         del sys.modules[name]
     found = importlib.util.find_spec("genbatch.actors")
-    if found is None or not str(found.origin).startswith(names):
+    if found is None or not str(found.origin).startswith(names) or not origin_in_a_child().startswith(names):
         sys.exit(NOT_THE_COPY)
     import pytest
 

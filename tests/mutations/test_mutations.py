@@ -1,6 +1,7 @@
 """Every guard of the list is still where the list says, and so are the tests that watch it."""
 
 import ast
+import os
 import shutil
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from tests.mutations.mutation import (
 )
 from tests.mutations.mutations import MUTATIONS
 from tests.mutations.reach import Reach
+from tests.mutations.run import origin_in_a_child, put_first
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,6 +49,19 @@ def test_the_tests_that_are_named_are_there(mutation: Mutation) -> None:
 
 def test_every_marker_of_the_product_has_its_guard() -> None:
     assert set(markers(ROOT)) == {mutation.name for mutation in MUTATIONS}
+
+
+def test_processes_of_the_service_import_the_copy_even_if_the_environment_names_the_checkout_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("copy", "checkout"):
+        (tmp_path / folder / "genbatch").mkdir(parents=True)
+        (tmp_path / folder / "genbatch" / "__init__.py").touch()
+    names = str(tmp_path / "copy")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "checkout"), names]))
+    assert not origin_in_a_child().startswith(names)
+    put_first(names)
+    assert origin_in_a_child().startswith(names)
 
 
 def written(root: Path, text: str) -> None:
