@@ -1,6 +1,6 @@
 """The bridge to trio: use clients that are written for trio from asyncio and from threads.
 
-    asyncio task --TrioThread.run--> portal --> trio task of the client, on trio's thread
+    asyncio task --TrioThread.run--> trio task of the client, on trio's thread
                  <--- call_soon_threadsafe ---
 
 AsyncCalls are for trio and asyncio: on trio a method runs in the calling task, on asyncio it runs on the bridge's
@@ -21,7 +21,6 @@ import msgspec
 import outcome
 import sniffio
 import trio
-from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from genbatch.clients.interface import CallResult, Client, ClientClosed, SyncClient, TokenStream
 from genbatch.proto.errors import GenbatchError
@@ -149,12 +148,14 @@ class ThreadCall(Generic[T]):
 
     Args:
         token: the token of the trio run.
-        call: the function to call there.
+        nursery: runs the call there.
+        call: the function to call.
     """
 
-    def __init__(self, token: trio.lowlevel.TrioToken, call: Callable[[], Awaitable[T]]) -> None:
+    def __init__(self, token: trio.lowlevel.TrioToken, nursery: trio.Nursery, call: Callable[[], Awaitable[T]]) -> None:
         self.future: Future[T] = Future()
         self._token = token
+        self._nursery = nursery
         self._call = call
         self._scope = trio.CancelScope()
         self._context = copy_context()
@@ -162,10 +163,10 @@ class ThreadCall(Generic[T]):
 
     def start(self) -> None:
         """Start the task; runs on trio."""
-        trio.lowlevel.spawn_system_task(self._run, name=self._call, context=self._context)
+        self._context.run(partial(self._nursery.start_soon, self._run, name=self._call))
 
     async def _run(self) -> None:
-        """Run the call, and raise only a cancellation: an error in a system task would end trio."""
+        """Run the call, and raise only a cancellation: another error would end the nursery."""
         try:
             with self._scope:
                 try:
@@ -188,29 +189,53 @@ class ThreadCall(Generic[T]):
 
 
 class TrioThread:
-    """Starts calls on a trio event loop on another thread.
+    """A thread that runs trio, for calls from other threads.
 
-    Unlike a portal's `start_task_soon`, this does not block the calling thread for a turn of trio.
-
-    Args:
-        portal: the portal of the thread.
+    Unlike a portal of anyio, it does not block the calling thread for a turn of trio.
     """
 
-    def __init__(self, portal: BlockingPortal) -> None:
-        self._token = portal.call(trio.lowlevel.current_trio_token)
+    def __init__(self) -> None:
+        started: Future[tuple[trio.lowlevel.TrioToken, trio.Nursery]] = Future()
+        self._stopping = trio.Event()
+        self._thread = threading.Thread(target=trio.run, args=(self._serve, started), name="genbatch-trio", daemon=True)
+        self._thread.start()
+        self._token, self._nursery = started.result()
+
+    async def _serve(self, started: "Future[tuple[trio.lowlevel.TrioToken, trio.Nursery]]") -> None:
+        async with trio.open_nursery() as nursery:
+            started.set_result((trio.lowlevel.current_trio_token(), nursery))
+            await self._stopping.wait()
+            nursery.cancel_scope.cancel()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs. In a fork of the process it does not."""
+        return self._thread.is_alive()
 
     def start(self, call: Callable[..., Awaitable[T]], *args: Any) -> "Future[T]":
         """Start a call on trio; cancelling the future cancels the call.
 
         Raises:
-            ClientClosed: the thread has ended.
+            ClientClosed: the thread has ended, or this process is a fork.
         """
-        job = ThreadCall(self._token, partial(call, *args))
+        if not self.is_alive:
+            raise ClientClosed
+        job = ThreadCall(self._token, self._nursery, partial(call, *args))
         try:
             self._token.run_sync_soon(job.start)
         except trio.RunFinishedError as error:
             raise ClientClosed from error
         return job.future
+
+    def set(self, event: trio.Event) -> None:
+        """Set an event of trio."""
+        with suppress(trio.RunFinishedError):
+            self._token.run_sync_soon(event.set)
+
+    def stop(self) -> None:
+        """Cancel the calls, and end the thread."""
+        self.set(self._stopping)
+        self._thread.join()
 
     async def run(self, call: Callable[..., Awaitable[T]], *args: Any) -> T:
         """Await a call on trio; cancelling the task cancels the call."""
@@ -234,43 +259,78 @@ async def hosted(manager: AbstractAsyncContextManager[T]) -> AsyncIterator[tuple
 
     If the manager's own tasks fail, the body is cancelled and their error is raised.
     """
-    thread = start_blocking_portal("trio", name="genbatch-trio")
-    portal = thread.__enter__()  # takes a millisecond
+    thread = TrioThread()  # takes a millisecond
     try:
-        hosting = Hosting(manager)
-        running = portal.start_task_soon(hosting.run)
-        running.add_done_callback(hosting.ended)
+        hosting = Hosting(manager, thread)
         try:
             value = await asyncio.wrap_future(hosting.ready)
         except asyncio.CancelledError:
-            running.cancel()
+            hosting.running.cancel()
             raise
-        async with _cancelled_with(running):
+        async with _cancelled_with(hosting.running):
             try:
-                yield TrioThread(portal), value
+                yield thread, value
             finally:
-                portal.start_task_soon(hosting.leave.set)
+                hosting.leave()
     finally:
-        portal.start_task_soon(portal.stop, True)
-        # Joining blocks, so it runs on another thread.
-        await _to_the_end(asyncio.to_thread(thread.__exit__, None, None, None))
+        if thread.is_alive:
+            # Joining blocks, so it runs on another thread. In a fork there is neither.
+            await _to_the_end(asyncio.to_thread(thread.stop))
 
 
-class Hosting:
-    """Keeps a context manager of trio open until `leave` is set."""
+@contextmanager
+def hosted_plainly(manager: AbstractAsyncContextManager[T]) -> Iterator[tuple[TrioThread, T]]:
+    """Enter a context manager of trio without an event loop, on a thread that ends with the body.
 
-    def __init__(self, manager: AbstractAsyncContextManager[Any]) -> None:
-        self.ready: Future[Any] = Future()
-        self.leave = trio.Event()
+    If the manager's own tasks fail, their error is raised after the body.
+    """
+    thread = TrioThread()
+    try:
+        hosting = Hosting(manager, thread)
+        try:
+            value = hosting.ready.result()
+        except BaseException:  # such as Ctrl-C
+            hosting.running.cancel()
+            raise
+        try:
+            yield thread, value
+        finally:
+            hosting.leave()
+            hosting.running.result()
+    finally:
+        thread.stop()
+
+
+class Hosting(Generic[T]):
+    """Keeps a context manager of trio open on a thread until `leave`.
+
+    Args:
+        manager: the context manager.
+        thread: runs it.
+    """
+
+    def __init__(self, manager: AbstractAsyncContextManager[T], thread: TrioThread) -> None:
+        self.ready: Future[T] = Future()
         self._manager = manager
+        self._thread = thread
+        self._leaving = trio.Event()
+        self.running = thread.start(self._run)
+        self.running.add_done_callback(self._ended)
 
-    async def run(self) -> None:
+    def leave(self) -> None:
+        """Exit the context manager; `running` is done afterwards."""
+        if self._thread.is_alive:
+            self._thread.set(self._leaving)
+        elif not self.running.done():
+            self.running.set_result(None)
+
+    async def _run(self) -> None:
         """Enter the context manager, set `ready`, and exit after `leave`."""
         async with self._manager as value:
             self.ready.set_result(value)
-            await self.leave.wait()
+            await self._leaving.wait()
 
-    def ended(self, done: "Future[None]") -> None:
+    def _ended(self, done: "Future[None]") -> None:
         """Set the error of `ready`, if `run` has ended before it was ready."""
         if not self.ready.done():
             fault = None if done.cancelled() else done.exception()

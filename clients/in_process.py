@@ -10,6 +10,7 @@ The model is loaded and the supervision tree runs for as long as the body does. 
 a stream's body, cancels the request and frees its KV.
 """
 
+import atexit
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import fields
@@ -18,7 +19,6 @@ from types import TracebackType
 from typing import Any
 
 import msgspec
-from anyio.from_thread import start_blocking_portal
 
 from genbatch.actors.batcher.messages import LoadSession, SaveSession
 from genbatch.actors.batcher.options import BatcherOptions
@@ -26,7 +26,7 @@ from genbatch.actors.gateways.dispatcher import Caller, Dispatcher
 from genbatch.actors.runtime.supervisor import background
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.service import Service, open_service
-from genbatch.clients.bridge import AsyncCalls, BlockingClient, TrioThread, hosted, runs_on_asyncio
+from genbatch.clients.bridge import AsyncCalls, BlockingClient, TrioThread, hosted, hosted_plainly, runs_on_asyncio
 from genbatch.clients.interface import (
     MessageLike,
     TokenStream,
@@ -146,15 +146,17 @@ class BatcherOpening:
 
     def __enter__(self) -> BlockingClient:
         with ExitStack() as exits:
-            portal = exits.enter_context(start_blocking_portal("trio", name="genbatch-trio"))
-            client = exits.enter_context(portal.wrap_async_context_manager(self._open_client()))
+            thread, client = exits.enter_context(hosted_plainly(self._open_client()))
             self._exit = exits.pop_all()
-        return BlockingClient(TrioThread(portal), client)
+        # A program may end without `__exit__`: its threads would wait for the end of trio, and the program for them.
+        atexit.register(self._exit.close)
+        return BlockingClient(thread, client)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool | None:
         assert self._exit is not None
+        atexit.unregister(self._exit.close)
         return self._exit.__exit__(kind, error, traceback)
 
 

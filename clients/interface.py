@@ -77,7 +77,7 @@ class ClientClosed(ClientError):
     """The client was used outside its `with` or `async with` block."""
 
     def __init__(self) -> None:
-        super().__init__("the client is not open: use it inside its with block")
+        super().__init__("the client is not open: use it inside its with block, and not in a fork of the process")
 
 
 MessageLike = Message | Mapping[str, object]

@@ -36,7 +36,7 @@ SOURCE_DIRECTORY = Path(__file__).parent
 # gnu11 for madvise and sched_yield; no contraction: see simd.h.
 FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-pthread")
 _COMPILERS = ("cc", "gcc", "clang")
-_TIMEOUT_S = 300
+_TIMEOUT_S = 900
 # Object files, the library and what the compiler writes between: 6 MB.
 _BUILD_BYTES = 2**24
 # A file system in memory, for machines where everything else is full.

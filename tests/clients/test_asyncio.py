@@ -215,6 +215,60 @@ def test_an_interrupt_ends_a_program_and_its_threads(program: str, tiny_model_di
     assert running.returncode in (-signal.SIGINT, 128 + signal.SIGINT)
 
 
+FORKED = {
+    "asyncio": """
+async def main():
+    async with open_batcher(sys.argv[1]) as batcher:
+        if os.fork() == 0:
+            try:
+                await batcher.generate([5, 6], max_tokens=2)
+            except Exception as error:
+                print(repr(error), file=sys.stderr, flush=True)
+            os._exit(1)  # asyncio itself shares its epoll with the fork, so a fork must not end its loop
+        print(os.waitstatus_to_exitcode(os.wait()[1]))
+        print(len((await batcher.generate([5, 6], max_tokens=2, ignore_eos=True)).token_ids))
+
+asyncio.run(main())
+""",
+    "plain": """
+with open_batcher(sys.argv[1]) as batcher:
+    if os.fork() == 0:
+        batcher.generate([5, 6], max_tokens=2)
+    print(os.waitstatus_to_exitcode(os.wait()[1]))
+    print(len(batcher.generate([5, 6], max_tokens=2, ignore_eos=True).token_ids))
+""",
+    "left": """
+with open_batcher(sys.argv[1]) as batcher:
+    if os.fork() == 0:
+        sys.exit("ClientClosed")
+    print(os.waitstatus_to_exitcode(os.wait()[1]))
+    print(len(batcher.generate([5, 6], max_tokens=2, ignore_eos=True).token_ids))
+""",
+}
+
+
+@pytest.mark.parametrize("program", FORKED)
+def test_a_fork_is_refused_and_ends_and_its_parent_goes_on(program: str, tiny_model_dir: ModelDir) -> None:
+    source = "import asyncio, os, sys\nfrom genbatch import open_batcher\n" + FORKED[program]
+    command = [sys.executable, "-W", "ignore", "-c", source, str(tiny_model_dir("llama"))]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.stdout == "1\n2\n", ended.stderr
+    assert "ClientClosed" in ended.stderr
+
+
+def test_a_program_that_leaves_a_batcher_open_ends(tiny_model_dir: ModelDir) -> None:
+    source = """
+import sys
+from genbatch import open_batcher
+
+batcher = open_batcher(sys.argv[1]).__enter__()
+print(len(batcher.generate([5, 6], max_tokens=2, ignore_eos=True).token_ids))
+"""
+    command = [sys.executable, "-c", source, str(tiny_model_dir("llama"))]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=ENGINE_PATIENCE_S)
+    assert (ended.returncode, ended.stdout) == (0, "2\n"), ended.stderr
+
+
 def test_a_model_that_cannot_be_opened_says_so(tmp_path: Path) -> None:
     async def main() -> None:
         async with open_batcher(str(tmp_path / "none.gguf")):
