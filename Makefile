@@ -22,7 +22,7 @@ demo: $(VENV)/.demo
 
 # Two halves of the tests beside each other, each with little more than one core: what waits for sockets and processes,
 # and what computes. What needs no test goes beside the half that takes longer. `make long-ci` runs the marked rest.
-test: lint
+test: lint kernels
 	@began=$$(date +%s); \
 	$(MAKE) --no-print-directory -k -j2 $(if $(filter output-sync,$(.FEATURES)),-Otarget) serving computing checks && \
 	expr $$(date +%s) - $$began > .pytest_cache/seconds  # for python -m tests.figures
@@ -39,6 +39,11 @@ serving: $(VENV)/.test
 
 computing: $(VENV)/.test
 	$(BIN)/pytest -q $(AGAIN) -m "not long" -o cache_dir=.pytest_cache/computing tests $(addprefix --ignore=,$(SERVING))
+
+# Compiled here once, and not by both halves at the same time.
+.PHONY: kernels
+kernels: $(VENV)/.test
+	@$(BIN)/python -c "from genbatch.nif.native.build import build_library; build_library()" || echo "there are no kernels"
 
 # What found faults and takes long: tests marked `long`, one process. .ci/run runs it after `make test`.
 long-ci: $(VENV)/.test

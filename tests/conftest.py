@@ -1,4 +1,4 @@
-"""What all tests share: Triton's interpreter where there is no GPU, small random models, the default model.
+"""What all tests share: Triton's interpreter where there is no GPU, one thread, small random models, the default model.
 
 Triton decides when it is first imported, and transformers imports it: the variable must be set before any
 test module.
@@ -14,6 +14,11 @@ from typing import Any
 
 import hypothesis
 import pytest
+
+# One thread for torch's and numpy's operators, in the processes that tests start, too. The models are so small that
+# further threads only wait for one another: on two busy cores a test took four times as long.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import torch
 
 if not torch.cuda.is_available():

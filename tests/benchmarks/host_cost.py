@@ -140,7 +140,6 @@ def main() -> None:
     parser.add_argument("--forward-ms", type=float, default=0.0, help="that a forward takes without computing")
     parser.add_argument("--profile", choices=("loop", "model"), help="show where one thread's time goes instead")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
     model = load_model(arguments.model, n_gpu_layers=0)
     if arguments.profile:
         show_profile(model, arguments)

@@ -61,7 +61,6 @@ def measure(model: str, ranks: int) -> dict[str, Any]:
         reduced[0] += time.perf_counter() - begin
 
     RankGroup.all_reduce = timed  # type: ignore[method-assign]
-    torch.set_num_threads(1)
     options = EngineOptions(
         model_path=model,
         dtype="bfloat16",

@@ -13,7 +13,6 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-import torch
 import trio
 
 from genbatch.actors.batcher.options import BatcherOptions
@@ -38,7 +37,6 @@ TEXTS = ["The capital of France", "a", "blocks of a pool"]
 
 @asynccontextmanager
 async def service_of(directory: Path, place: Path, **options: Any) -> AsyncIterator[Service]:
-    torch.set_num_threads(1)
     engine = EngineOptions(model_path=str(directory), dtype="float32", n_gpu_layers=0, n_ctx=1024)
     doors = ServiceOptions(bind=f"ipc://{place}/z.sock", rpc_bind=f"unix://{place}/r.sock", http=":0", **options)
     with trio.fail_after(ENGINE_PATIENCE_S):

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import trio
 
 from genbatch import open_batcher
@@ -17,11 +16,6 @@ from tests.actors.holding_scheduler import ENDLESS
 from tests.waiting import a_moment
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "n_gpu_layers": 0, "n_ctx": 512, "batch_timeout": 1.0}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture

@@ -16,11 +16,6 @@ TinyModel = Callable[[str], Model]
 OracleOf = Callable[[str], Any]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def prompt_of(length: int, seed: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, 320, (length,), generator=generator).tolist()

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import trio
 
 from genbatch import SyncZeroMQClient, ZeroMQClient
@@ -103,7 +102,6 @@ async def test_keys_that_cannot_be_used_are_told_before_connecting(tmp_path: Pat
 
 @pytest.fixture
 def serve(tiny_model_dir: Callable[[str], Path]) -> Any:
-    torch.set_num_threads(1)
     engine = EngineOptions(model_path=str(tiny_model_dir("llama")), dtype="float32", n_gpu_layers=0, n_ctx=1024)
 
     @asynccontextmanager

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import trio
 
 from genbatch.actors.batcher.journal import Journal
@@ -97,7 +96,6 @@ async def test_who_comes_newly_in_a_flood_of_connections_gets_in(
 async def test_beside_a_hostile_client_every_step_gives_an_innocent_stream_its_token(
     tiny_model_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    torch.set_num_threads(1)
     steps: list[set[int]] = []  # of each step those that take part, if they are the innocent's
     kept: list[object] = []  # so that no two have the same id
     stepped = Journal.stepped

@@ -1,10 +1,36 @@
 """What tests of kernels and of the runners on top of them share."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+
+from genbatch.nif.models.model_source import cache_directory
+from genbatch.nif.native.library import native_library
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache directory but for the compiled kernels of the other."""
+    native_library()  # compiled once, there
+    folder = tmp_path / "cache"
+    folder.mkdir(mode=0o700)
+    (folder / "native").symlink_to(cache_directory() / "native")
+    monkeypatch.setenv("GENBATCH_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture
+def gguf(tmp_path: Path) -> Path:
+    """A small model in a GGUF file."""
+    from tests.nif.models.gguf_files import write_llama  # a machine with a GPU may be without the package gguf
+
+    path = tmp_path / "model" / "tiny.gguf"
+    path.parent.mkdir()
+    write_llama(path)
+    return path
 
 
 @pytest.fixture(scope="module")

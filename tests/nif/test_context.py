@@ -26,11 +26,6 @@ TinyModel = Callable[[str], Model]
 OracleOf = Callable[[str], Any]
 
 
-@pytest.fixture(autouse=True)
-def _few_threads() -> None:
-    torch.set_num_threads(1)
-
-
 def make_context(model: Model, **options: Any) -> Context:
     defaults: dict[str, Any] = {"n_ctx": 512, "n_parallel": 4, "block_size": 4, "n_batch": 16}
     return Context(model, TorchRunner(model), **{**defaults, **options})

@@ -26,8 +26,6 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-import torch
-
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.model import load_model
 from tests.nif.tiny_models import build_model
@@ -70,7 +68,6 @@ def main() -> int:
     parser.add_argument("--only", help="names of the faults that happen, with commas between; nothing else is run")
     chosen = parser.parse_args()
     only = None if chosen.only is None else list(filter(None, chosen.only.split(",")))
-    torch.set_num_threads(1)
     logging.disable(logging.ERROR)  # in some worlds a user's scheduler fails, or an engine: as planned
     if chosen.jobs > 1:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the others end by it, and then there is nothing to wait for

@@ -17,8 +17,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from genbatch.nif.context.engine import choose_runner
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.models.loaded_model import Model
@@ -51,7 +49,6 @@ def main() -> int:
     parser.add_argument("--first", type=int, help="the first seed; drawn unless given")
     parser.add_argument("--seeds", type=int, help="how many worlds")
     chosen = parser.parse_args()
-    torch.set_num_threads(1)
     logging.disable(logging.ERROR)  # the worlds' schedulers fail on purpose, thousands of times
     first = random.SystemRandom().randrange(10**9) if chosen.first is None else chosen.first
     families = (chosen.family,) if chosen.family else (*FAMILIES, *NATIVE, SIMULATED)

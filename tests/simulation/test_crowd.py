@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 import trio
 
 from genbatch.actors.batcher.batcher import Batcher
@@ -37,7 +36,6 @@ SHORTER_MESSAGE = LONG_MESSAGE[:32]  # 38
 
 @pytest.fixture
 def model(tiny_model: TinyModel) -> Iterator[Model]:
-    torch.set_num_threads(1)
     made = tiny_model("llama")
     gc.freeze()  # of the model nothing will ever be garbage
     yield made

@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 import trio
 
 from genbatch.actors.batcher.batcher import Batcher
@@ -158,7 +157,6 @@ def run(model: Any, dies_at: Sequence[float] = ()) -> tuple[list[Any], float, di
 
 @pytest.fixture
 def model(tiny_model: Callable[[str], Any]) -> Any:
-    torch.set_num_threads(1)
     return tiny_model("llama")
 
 

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
-import torch
 import trio
 
 from genbatch.actors.batcher.options import BatcherOptions
@@ -23,7 +22,6 @@ SHARE = 10
 
 @pytest.fixture
 def model(tiny_model: TinyModel) -> Iterator[Model]:
-    torch.set_num_threads(1)
     logging.disable(logging.ERROR)  # of faults that are planted
     yield tiny_model("llama")
     logging.disable(logging.NOTSET)

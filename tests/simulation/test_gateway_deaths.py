@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 import trio
 
 from genbatch.actors.batcher.batcher import Batcher
@@ -189,7 +188,6 @@ def run(model: Any, dies_at: Sequence[float] = (), retry: Retry | None = None) -
 
 @pytest.fixture
 def model(tiny_model: Callable[[str], Any]) -> Any:
-    torch.set_num_threads(1)
     return tiny_model("llama")
 
 

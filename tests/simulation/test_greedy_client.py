@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
-import torch
 import trio
 
 from genbatch.actors.batcher.options import BatcherOptions
@@ -103,7 +102,6 @@ def live_together(
 
 @pytest.fixture
 def model(tiny_model: TinyModel) -> Model:
-    torch.set_num_threads(1)
     return tiny_model("llama")
 
 

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
-import torch
 import trio
 
 from genbatch.actors.batcher.options import QUEUE_PER_SLOT, BatcherOptions
@@ -101,7 +100,6 @@ async def watch(service: SimService, seen: list[int]) -> None:
 
 @pytest.fixture
 def model(tiny_model: TinyModel) -> Model:
-    torch.set_num_threads(1)
     return tiny_model("llama")
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
-import torch
 import trio
 
 from genbatch.actors.engine.accepted_requests import AcceptedRequest, AcceptedRequests
@@ -26,7 +25,6 @@ SHARE = 20
 
 @pytest.fixture
 def model(tiny_model: TinyModel) -> Iterator[Model]:
-    torch.set_num_threads(1)
     made = tiny_model("llama")
     gc.freeze()  # a world that runs out of memory collects garbage: not that of all other tests
     yield made

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
-import torch
 import trio
 
 from genbatch.actors.batcher.options import BatcherOptions
@@ -26,7 +25,6 @@ LEASE_S = 2.0
 
 @pytest.fixture
 def model(tiny_model: TinyModel) -> Model:
-    torch.set_num_threads(1)
     return tiny_model("llama")
 
 

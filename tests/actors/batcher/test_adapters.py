@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import trio
 
 from genbatch.actors.gateways.dispatcher import Caller, Dispatcher
@@ -31,11 +30,6 @@ OPTIONS: dict[str, Any] = {
     "batch_timeout": 1.0,
     "block_size": 8,
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

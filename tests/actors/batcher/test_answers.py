@@ -28,11 +28,6 @@ from tests.actors.batcher.bench import Bench, OracleOf, TinyModel, batcher, gath
 from tests.waiting import a_moment
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.mark.trio
 @pytest.mark.parametrize("policy", list(SchedulerPolicy))
 async def test_a_cache_too_small_for_all_gives_the_same_texts(

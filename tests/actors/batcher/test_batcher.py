@@ -27,11 +27,6 @@ from tests.actors.batcher.bench import Bench, OracleOf, TinyModel, batcher, gath
 from tests.waiting import a_moment
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.mark.trio
 @pytest.mark.parametrize("batching_type", list(BatchingType))
 @pytest.mark.parametrize("scheduler", ["fifo", "prefill_first"])

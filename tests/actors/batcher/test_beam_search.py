@@ -25,11 +25,6 @@ TinyModel = Callable[[str], Model]
 OracleOf = Callable[[str], Any]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @torch.inference_mode()
 def reference(oracle: Any, prompt: list[int], beams: int, max_tokens: int, **options: Any) -> list[list[int]]:
     """transformers' beams, best first, without what fills them up behind the end-of-sequence token."""

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 import trio
 from trio.testing import MockClock
 
@@ -90,7 +89,6 @@ def test_at_every_moment_of_closing_each_caller_is_answered(
     tiny_model: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An exception in what a thread tells would come out of `run` as the end of the whole program."""
-    torch.set_num_threads(1)
     # The process that tries grammars is tested elsewhere, and takes a second to start.
     monkeypatch.setattr(GrammarChecker, "check", lambda _self, _kind, text, _max_s: (_regex(text), ""))
     kinds: set[str] = set()

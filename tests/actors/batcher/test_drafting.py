@@ -44,11 +44,6 @@ TinyModel = Callable[[str], Model]
 NativeModel = Callable[[str], tuple[Model, Callable[[], Any]]]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 # The lookup
 
 

@@ -27,11 +27,6 @@ pytestmark = pytest.mark.trio
 EmbedderOf = Callable[[str], Path]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def embedder(embedder_dir: EmbedderOf) -> Callable[[str], Model]:
     loaded: dict[str, Model] = {}

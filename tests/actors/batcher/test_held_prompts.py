@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import torch
 import trio
 
 from genbatch import open_batcher
@@ -86,7 +85,6 @@ class RefusesHeld(FIFOScheduler):
 async def test_a_held_prompt_that_never_fits_is_let_go_and_who_wanted_it_is_served(
     tiny_model_dir: Callable[[str], Path],
 ) -> None:
-    torch.set_num_threads(1)
     turns: Any = [{"role": "system", "content": "Be brief and be kind. " * 4}, {"role": "user", "content": "Well?"}]
     options: Any = {"dtype": "float32", "n_gpu_layers": 0, "n_ctx": 512}
     texts = []
@@ -121,7 +119,6 @@ async def test_tokens_of_a_held_prompt_that_were_evaluated_for_the_very_request_
     tiny_model_dir: Callable[[str], Path], shares_blocks: bool
 ) -> None:
     """The second request has its first message held; what was evaluated meanwhile is no saving of its own."""
-    torch.set_num_threads(1)
     options: Any = {"dtype": "float32", "n_gpu_layers": 0, "n_ctx": 512, "allow_block_sharing": shares_blocks}
     with trio.fail_after(ENGINE_PATIENCE_S):
         async with open_batcher(str(tiny_model_dir("llama")), **options) as client:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import trio
 
 from genbatch.actors.batcher import generation
@@ -38,11 +37,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gemma3": {"layer_types": ["sliding_attention"] * 5 + ["full_attention"], "sliding_window": 512},
     "qwen3_5": {"layer_types": ["linear_attention"] * 3 + ["full_attention"]},
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @dataclass(frozen=True)

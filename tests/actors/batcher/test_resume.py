@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import trio
 from trio.testing import wait_all_tasks_blocked
 
@@ -64,7 +63,6 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def native(tmp_path_factory: pytest.TempPathFactory) -> Native:
     """Opens Batchers with the native runner, whose rows do not depend on how a prompt was cut into chunks."""
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("resume")
     built = build_native_model("llama", folder / "llama", build_tokenizer)
     model = load_model(str(tool_model(built, folder / "tools")), dtype="float32", n_gpu_layers=0)

@@ -34,11 +34,6 @@ from tests.waiting import a_moment
 TinyModel = Callable[[str], Model]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 class TracedRunner(TorchRunner):
     """Counts forwards, and holds each one up until `gate` lets it go."""
 

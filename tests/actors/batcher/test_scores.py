@@ -28,11 +28,6 @@ QUERY = "What is the capital of France?"
 DOCUMENTS = ["The capital of France is Paris.", "A pool of blocks", "", "é 世界 0123456789", "def attend(query, keys)"]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def scorer(scorer_dir: ScorerOf) -> Callable[[str], Model]:
     loaded: dict[str, Model] = {}

@@ -12,7 +12,6 @@ from typing import Any
 import jsonschema
 import outcome
 import pytest
-import torch
 import trio
 import trio.testing
 
@@ -67,11 +66,6 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         },
     },
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @asynccontextmanager

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import trio
 
 from genbatch import open_batcher
@@ -20,7 +19,6 @@ USER = {"role": "user", "content": "Well?"}
 
 @pytest.fixture(scope="module")
 def model(tiny_model_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     return tool_model(tiny_model_dir("llama"), tmp_path_factory.mktemp("text") / "model")
 
 

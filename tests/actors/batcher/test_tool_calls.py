@@ -9,7 +9,6 @@ from typing import Any
 
 import jsonschema
 import pytest
-import torch
 import trio
 
 from genbatch import Client, RPCClient, ZeroMQClient, open_batcher
@@ -57,7 +56,6 @@ COLOUR: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def model(tiny_model_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     return tool_model(tiny_model_dir("llama"), tmp_path_factory.mktemp("tools") / "model")
 
 

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import trio
 
 from genbatch.actors.batcher.options import BatcherOptions
@@ -18,7 +17,6 @@ from genbatch.nif.engine_options import EngineOptions
 @contextmanager
 def threaded_service(model: Path, *, n_ctx: int = 4096, **options: Any) -> Iterator[Service]:
     """Serves `model` in float32 on the CPU while the body runs; `options` are ServiceOptions'."""
-    torch.set_num_threads(1)
     engine = EngineOptions(model_path=str(model), dtype="float32", n_gpu_layers=0, n_ctx=n_ctx)
     ready = threading.Event()
     found: list[Service] = []

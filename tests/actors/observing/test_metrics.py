@@ -5,7 +5,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-import torch
 import trio
 from prometheus_client.parser import text_string_to_metric_families
 from trio.testing import MockClock
@@ -50,11 +49,6 @@ VLLM_NAMES = {
     "request_generation_tokens": "histogram",
     "iteration_tokens_total": "histogram",
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @asynccontextmanager

@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-import torch
 import trio
 
 import genbatch.actors.batcher.journal
@@ -28,11 +27,6 @@ Events = list[tuple[str, Mapping[str, float], Mapping[str, object]]]
 
 ACTORS = Path(genbatch.actors.runtime.telemetry.__file__).parent.parent
 NAME = re.compile(r"(actor|supervisor|request|step)\.[a-z_]+")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def documented() -> dict[str, tuple[set[str], set[str]]]:

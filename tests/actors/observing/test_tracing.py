@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import pytest
-import torch
 import trio
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -39,7 +38,6 @@ def provider(exporter: InMemorySpanExporter) -> TracerProvider:
 async def test_each_request_has_a_span_with_its_events_and_tokens(
     tiny_model: Callable[[str], Model], exporter: InMemorySpanExporter, provider: TracerProvider
 ) -> None:
-    torch.set_num_threads(1)
     model, options, telemetry = tiny_model("llama"), BatcherOptions(n_parallel=1, batch_timeout=0.0), Telemetry()
     detach = trace_requests(telemetry, provider)
 

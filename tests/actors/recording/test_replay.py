@@ -42,11 +42,6 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 class FaultyRunner(TorchRunner):
     """Fails now and then, and cannot evaluate token 7."""
 

@@ -25,7 +25,6 @@ class RunningService:
         ]
         self._environment = {
             **os.environ,
-            "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
             "PYTHONPATH": os.pathsep.join([str(directory), *filter(None, [os.environ.get("PYTHONPATH")])]),
         }

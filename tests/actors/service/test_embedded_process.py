@@ -25,7 +25,6 @@ def child_processes() -> list[int]:
 async def test_an_engine_process_serves_the_program_and_ends_with_its_block(
     tiny_model_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.syspath_prepend(tmp_path)  # which is where its process looks, too
     stage = Stage(tmp_path)
     stages: set[str] = set()
@@ -58,7 +57,6 @@ async def test_an_engine_process_serves_the_program_and_ends_with_its_block(
 async def test_a_programs_stream_goes_on_after_its_engine_process_was_killed(
     tiny_model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     model = str(tiny_model_dir("llama"))
     async with open_batcher(model, dtype="float32", n_gpu_layers=0, n_ctx=512, engine="process") as batcher:
         whole = await batcher.generate([5, 6, 8], max_tokens=240, ignore_eos=True)

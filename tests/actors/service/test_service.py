@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import trio
 
 from genbatch import SyncZeroMQClient, ZeroMQClient
@@ -21,11 +20,6 @@ from genbatch.proto.service_messages import StatsRequest
 from tests.actors import holding_scheduler
 from tests.actors.holding_scheduler import ENDLESS
 from tests.waiting import a_moment, until_idle
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture

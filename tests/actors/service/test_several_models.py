@@ -12,7 +12,6 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-import torch
 import trio
 
 from genbatch import ZeroMQClient
@@ -125,7 +124,6 @@ async def test_a_name_picks_the_model_over_every_door(
 
 
 async def test_an_engine_that_dies_takes_nothing_of_the_others_along(service: RunningService) -> None:
-    torch.set_num_threads(1)
     async with connect(service) as client:
         before = await client.embed("a", model="mini")
         stream = client.stream([5, 6, 7], max_tokens=240, ignore_eos=True)

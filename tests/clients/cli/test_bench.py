@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import trio
 from typer.testing import CliRunner
 
@@ -15,11 +14,6 @@ from genbatch import open_batcher
 from genbatch.clients.cli.main import app
 
 VOCAB = 320
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import trio
 from typer.testing import CliRunner
 
@@ -189,11 +188,6 @@ TURNS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def run_chat(model: Path, session: Path, entered: str) -> str:
     """A run of the command as a process; what it said on standard error."""
     program = "from genbatch.clients.cli.main import main; main()"
@@ -203,7 +197,7 @@ def run_chat(model: Path, session: Path, entered: str) -> str:
         input=entered,
         capture_output=True,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        env={**os.environ, "PYTHONWARNINGS": "ignore"},
         check=False,
     )
     assert done.returncode == 0, done.stderr

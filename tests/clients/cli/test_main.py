@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from typer.testing import CliRunner, Result
 
 from genbatch.actors.batcher.options import BatcherOptions
@@ -34,11 +33,6 @@ from genbatch.proto.validation import RequestLimits
 GENBATCH = [sys.executable, "-c", "from genbatch.clients.cli.main import main; main()"]
 # Longer than any of them takes, so that a hanging one fails instead of holding up the rest.
 TIMEOUT_S = 600.0
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture
@@ -382,7 +376,7 @@ def started(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[st
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment},
+        env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
     ) as process:
         try:
             yield process

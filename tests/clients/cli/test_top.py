@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import trio
 import trio.testing
 from rich.console import Console
@@ -31,7 +30,6 @@ from genbatch.proto.service_messages import StatsRequest
 
 async def stats_in_mid_run(model: Model) -> dict[str, Any]:
     """A Batcher's stats while two requests of two tenants run."""
-    torch.set_num_threads(1)
     options = BatcherOptions(n_parallel=4, batch_size=2, batch_timeout=1e6)
 
     def open_context() -> Context:

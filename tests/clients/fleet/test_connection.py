@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from genbatch import open_batcher
 from genbatch.clients.fleet.replicas import ReplicaConnection
@@ -16,7 +15,6 @@ from genbatch.proto.service_messages import DrainRequest, HealthRequest, ModelsR
 
 @pytest.mark.trio
 async def test_every_call_of_a_fleet_reaches_a_service(tiny_model_dir: Callable[[str], Path], tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     address = f"ipc://{tmp_path}/replica.sock"
     connection = ReplicaConnection(ZeroMQTransport(address))
     async with open_batcher(

@@ -5,7 +5,6 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-import torch
 import trio
 from trio.testing import MockClock
 
@@ -59,7 +58,6 @@ class Services:
 async def test_a_replica_that_leaves_is_asked_no_more_and_another_life_of_it_joins(
     tiny_model_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    torch.set_num_threads(1)
     services = Services(f"ipc://{tmp_path}/replica.sock")
     options = FleetOptions(rule=ScaleRule(min_replicas=2, max_replicas=2))
     gateway = FleetGateway(services, options, ServiceOptions(bind=f"ipc://{tmp_path}/fleet.sock"))

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import openai
 import pytest
-import torch
 import trio
 
 from genbatch.actors.batcher.messages import Generate
@@ -47,7 +46,6 @@ async def vllm_router(*workers: str) -> AsyncIterator[str]:
 
 @pytest.mark.trio
 async def test_vllm_router_divides_requests_among_our_services(tiny_model_dir: Callable[[str], Path]) -> None:
-    torch.set_num_threads(1)
     engine = EngineOptions(model_path=str(tiny_model_dir("llama")), dtype="float32", n_gpu_layers=0, n_ctx=512)
     batcher, options = BatcherOptions(batch_timeout=1.0), ServiceOptions(http=":0")
     with trio.fail_after(TIMEOUT_S):

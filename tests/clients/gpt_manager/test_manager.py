@@ -27,11 +27,6 @@ OracleOf = Callable[[str], Any]
 BIGGEST = 2**64 - 1
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def contexts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Context]]:
     """The contexts that managers opened; none may have kept a block."""

@@ -22,11 +22,6 @@ OracleOf = Callable[[str], Any]
 IN_FLIGHT = [BatchingType.INFLIGHT_BATCHING, BatchingType.INFLIGHT_FUSED_BATCHING]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Ids of requests, one for each time it was paused."""

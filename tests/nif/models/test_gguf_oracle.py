@@ -233,11 +233,6 @@ def prompts_of(*lengths: int) -> list[list[int]]:
     return [torch.randint(0, VOCAB, (length,), generator=generator).tolist() for length in lengths]
 
 
-@pytest.fixture(autouse=True)
-def _few_threads() -> None:
-    torch.set_num_threads(1)
-
-
 def check(file: File, path: Path, prompts: Sequence[Sequence[int]]) -> None:
     """Serves the prompts alone and in one batch; the end of sequence is a token that the first of them comes to."""
     endless = file.generate(prompts[0])

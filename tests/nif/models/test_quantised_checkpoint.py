@@ -36,7 +36,6 @@ MAKE = Callable[..., Checkpoint]
 @pytest.fixture
 def make(tmp_path: Path, tiny_models: ModuleType) -> MAKE:
     """make("awq-32", "qwen2") is such a checkpoint with a tokenizer."""
-    torch.set_num_threads(1)
 
     def checkpoint(form: Format | str, family: str = "llama", **config: Any) -> Checkpoint:
         made = make_checkpoint(tmp_path / "model", form, family, **config)
@@ -94,7 +93,6 @@ def test_a_checkpoint_equals_generate_natively(make: MAKE, form: str) -> None:
 
 @pytest.fixture
 def gpt_oss(tmp_path: Path, tiny_models: ModuleType) -> Checkpoint:
-    torch.set_num_threads(1)
     checkpoint = make_gpt_oss(tmp_path / "gpt-oss")
     tiny_models.build_tokenizer(checkpoint.directory)
     return checkpoint

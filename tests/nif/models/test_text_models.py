@@ -103,7 +103,6 @@ MODELS["qwen3 vl"] = lambda: Qwen3VLForConditionalGeneration(
 @pytest.fixture(params=MODELS)
 def checkpoint(request: pytest.FixtureRequest, tmp_path: Path, tiny_models: ModuleType) -> tuple[Path, Any]:
     torch.manual_seed(4)
-    torch.set_num_threads(1)
     return saved(MODELS[request.param](), tmp_path, tiny_models)
 
 
@@ -127,7 +126,6 @@ def test_the_text_model_of_gemma_3n_runs_in_torch(
 ) -> None:
     """Its parts for pictures and sound need packages of their own, so the whole checkpoint is written by hand."""
     torch.manual_seed(4)
-    torch.set_num_threads(1)
     sparsity = [0.5, 0.5, 0.0, 0.0, 0.0]
     config = Gemma3nTextConfig(
         **_MATFORMER,

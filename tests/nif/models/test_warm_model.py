@@ -20,9 +20,8 @@ from genbatch.nif.models.architectures import ARCHITECTURES
 from genbatch.nif.models.loaded_model import Model, module_shape
 from genbatch.nif.models.lora import _targets
 from genbatch.nif.models.model import describe_model
-from genbatch.nif.models.model_source import cache_directory, resolve_model
+from genbatch.nif.models.model_source import resolve_model
 from genbatch.nif.models.warm_model import keep_model, kept_model
-from genbatch.nif.native.library import native_library
 from genbatch.nif.native.model_weights import RopeTables
 from genbatch.nif.text.tokenizer import RESERVED, byte_characters
 from tests.nif.models.gguf_files import write_llama
@@ -41,25 +40,6 @@ with open_batcher(sys.argv[1], n_parallel=1, n_ctx=128, runner="native", dtype="
     print(batcher.generate("A B", max_tokens=8, ignore_eos=True).token_ids)
 print(sorted(set({HEAVY!r}) & set(sys.modules)))
 """
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache directory without descriptions, that has the compiled kernels of the other."""
-    native_library()  # compiled once, there
-    folder = tmp_path / "cache"
-    folder.mkdir(mode=0o700)
-    (folder / "native").symlink_to(cache_directory() / "native")
-    monkeypatch.setenv("GENBATCH_CACHE", str(folder))
-    return folder
-
-
-@pytest.fixture
-def gguf(tmp_path: Path) -> Path:
-    path = tmp_path / "model" / "tiny.gguf"
-    path.parent.mkdir()
-    write_llama(path)
-    return path
 
 
 def describe(path: Path) -> Model:

@@ -214,7 +214,6 @@ def main() -> int:
     parser.add_argument("--family", choices=FAMILIES, help="only this one")
     parser.add_argument("--first", type=int, help="the first seed; drawn unless given")
     chosen = parser.parse_args()
-    torch.set_num_threads(1)
     disable_progress_bar()
     seed = first = random.SystemRandom().randrange(10**9) if chosen.first is None else chosen.first
     begun, done, compared, reused = time.perf_counter(), Counter[str](), 0, 0

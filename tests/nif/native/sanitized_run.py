@@ -88,7 +88,6 @@ def run_adapters() -> None:
 
 def main(sanitizers: str) -> None:
     """Prints each mode that came through."""
-    torch.set_num_threads(1)
     spec = importlib.util.spec_from_file_location("models", Path(__file__).parent / "models.py")
     assert spec is not None and spec.loader is not None
     models = importlib.util.module_from_spec(spec)

@@ -18,7 +18,7 @@ from genbatch.nif.context.engine import load_engine
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import OptionError
 from genbatch.nif.models.model import describe_model
-from genbatch.nif.models.model_source import cache_directory, resolve_model
+from genbatch.nif.models.model_source import resolve_model
 from genbatch.nif.models.warm_model import files_identity
 from genbatch.nif.native import kept_weights
 from genbatch.nif.native.library import native_library
@@ -29,25 +29,6 @@ from tests.nif.native.models import CONFIGS, build_native_model
 from tests.nif.tiny_models import build_tokenizer
 
 GB = 2**30
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache directory without packed weights, that has the compiled kernels of the other."""
-    native_library()  # compiled once, there
-    folder = tmp_path / "cache"
-    folder.mkdir(mode=0o700)
-    (folder / "native").symlink_to(cache_directory() / "native")
-    monkeypatch.setenv("GENBATCH_CACHE", str(folder))
-    return folder
-
-
-@pytest.fixture
-def gguf(tmp_path: Path) -> Path:
-    path = tmp_path / "model" / "tiny.gguf"
-    path.parent.mkdir()
-    write_llama(path)
-    return path
 
 
 def start(path: Path, quantize: str = "none", cache_bytes: int = GB) -> ModelWeights:

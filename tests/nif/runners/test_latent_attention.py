@@ -47,7 +47,6 @@ def test_text_is_that_of_generate_whatever_a_token_keeps(
     kind: str, runner: str, tmp_path: Path, tiny_models: ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.manual_seed(3)
-    torch.set_num_threads(1)
     hf = MODELS[kind]().eval()
     for name, buffer in hf.named_buffers():
         if name.endswith("e_score_correction_bias"):

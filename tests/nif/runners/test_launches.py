@@ -1,7 +1,7 @@
 """TritonRunner.launch under Triton's interpreter: steps that feed one another, eagerly and through padded graphs."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -29,14 +29,6 @@ BLOCK_SIZE = 4
 PROMPTS = [[5, 17, 100, 42, 9, 250, 33], [200, 3, 11]]
 PARAMS = [SamplingParams(seed=1), SamplingParams(seed=2, temperature=1.2, top_p=0.9)]
 STEPS = 3
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class EagerStep:

@@ -21,11 +21,6 @@ NEW = 12
 END = 2
 
 
-@pytest.fixture(autouse=True)
-def _few_threads() -> None:
-    torch.set_num_threads(1)
-
-
 def prompt_of(length: int, seed: int) -> list[int]:
     drawn: list[int] = torch.randint(3, 320, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
     return drawn

@@ -22,11 +22,6 @@ FAMILIES = [
 TOLERANCE = {"qwen3_next": 1e-3, "qwen3_5": 1e-3}
 
 
-@pytest.fixture(autouse=True)
-def _few_threads() -> None:
-    torch.set_num_threads(1)
-
-
 def layout(runner: TorchRunner, parts: Sequence[tuple[int, Sequence[int], int]], capacity: int) -> RaggedBatch:
     """A batch of (sequence, tokens, n_past); sequence s owns the s-th `capacity` blocks, back to front."""
     table = torch.tensor([[(s + 1) * capacity - 1 - b for b in range(capacity)] for s, _, _ in parts])

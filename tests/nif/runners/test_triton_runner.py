@@ -28,14 +28,6 @@ TIERS = [("lean", family) for family in LEAN] + [("general", family) for family 
 PROMPTS = [[5, 17, 100, 42, 9, 250, 33, 8, 77], [200, 3, 11]]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def layout(groups: int, parts: Sequence[tuple[int, Sequence[int], int]]) -> RaggedBatch:
     """A batch of (sequence, tokens, n_past); sequence s owns the s-th CAPACITY blocks, back to front."""
     table = torch.tensor([[(s + 1) * CAPACITY - 1 - b for b in range(CAPACITY)] for s, _, _ in parts])

@@ -7,7 +7,6 @@ from typing import Any
 
 import httpx2
 import pytest
-import torch
 import trio
 
 from genbatch.actors.gateways.addresses import parse_http_address
@@ -37,7 +36,6 @@ async def served(model: Path, security: Security | None = None) -> AsyncIterator
 async def test_adapters_are_loaded_named_listed_and_unloaded(
     tiny_model_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    torch.set_num_threads(1)
     base = tiny_model_dir("llama")
     adapter = make_adapter(base, tmp_path / "sql")
     oracle = PeftOracle(base, {"sql": adapter})

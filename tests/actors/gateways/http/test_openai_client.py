@@ -9,7 +9,6 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-import torch
 import trio
 
 from genbatch.actors.batcher.messages import Generate
@@ -29,11 +28,6 @@ from tests.waiting import ENGINE_PATIENCE_S, a_moment, until_idle
 pytestmark = pytest.mark.filterwarnings("ignore:Async generator '(httpx2|openai|httpcore2).* was garbage collected")
 
 USER = {"role": "user", "content": "What is it?"}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 import trio
 
 from genbatch.actors.batcher.messages import Generate
@@ -49,7 +48,6 @@ async def test_the_pages_files_come_with_a_policy_that_lets_nothing_else_run() -
 async def test_the_page_streams_prompts_side_by_side_and_stops_them(
     tiny_model_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    torch.set_num_threads(1)
     store = KeyStore(tmp_path / "keys")
     token = store.new_token("alice")
     engine = EngineOptions(model_path=str(tiny_model_dir("llama")), dtype="float32", n_gpu_layers=0, n_ctx=1024)
