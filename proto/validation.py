@@ -1,7 +1,7 @@
-"""The range checks that every entry point shares: those that need no model.
+"""The range checks of all entry points that need no model.
 
-RequestLimits are the operator's caps on one request. A Grammar is the one constraint on an answer, from any of the
-parameters that set one.
+RequestLimits are the operator's caps on one request. A Grammar is the constraint on an answer, from any parameter that
+sets a constraint.
 """
 
 import json
@@ -32,19 +32,19 @@ from genbatch.proto.service_messages import DrainRequest, LoadAdapterRequest, Lo
 
 
 class RequestLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the operator lets one request ask for.
+    """The operator's limits of one request.
 
     Args:
-        max_n: answers.
-        max_logprobs: likeliest tokens reported with each token.
-        max_stop: stop strings, and as many stop token ids.
-        max_stop_length: characters of a stop string.
-        max_messages: messages of a conversation.
-        max_logit_bias: token ids with a bias; as many allowed token ids, and as many bad words.
-        max_grammar_bytes: of a JSON schema, grammar or regular expression that the answer must match.
-        max_grammar_s: seconds of processor time that compiling one may take.
-        max_deadline_s: seconds.
-        max_inputs: texts to make embeddings of, or documents to score.
+        max_n: most answers.
+        max_logprobs: most likeliest tokens reported with each token.
+        max_stop: most stop strings, and most stop token ids.
+        max_stop_length: most characters of a stop string.
+        max_messages: most messages of a conversation.
+        max_logit_bias: most token ids with a bias, most allowed token ids, and most bad words.
+        max_grammar_bytes: most bytes of a JSON schema, grammar or regular expression for the answer.
+        max_grammar_s: most seconds of processor time to compile it.
+        max_deadline_s: the longest deadline in seconds.
+        max_inputs: most texts to embed, and most documents to score.
     """
 
     max_n: int = 8
@@ -61,25 +61,25 @@ class RequestLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 GrammarKind = Literal["json_schema", "grammar", "lark", "regex"]
 SCHEMA_FIELD = "response_format.schema"
-# What would leave an answer that does not match, or nothing that may come next.
+# Parameters with which an answer could break its grammar, or no token could follow.
 _EXCLUDED = ("min_tokens", "ignore_eos", "echo")
 
 
 class _Shaped(msgspec.Struct):
-    """Puts the right path in front of what is wrong within it."""
+    """Gives errors within a response format their path."""
 
     response_format: ResponseFormat
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer must match.
+    """The constraint on an answer.
 
     Args:
-        kind: how to read `text`.
-        text: JSON Schema as JSON, a Lark or GBNF grammar, one that is Lark for certain, or a regular expression.
-        field: the parameter it came from, for errors.
-        answer: what `@answer` in a Lark grammar means.
+        kind: the format of `text`; "grammar" is Lark or GBNF, and "lark" is certainly Lark.
+        text: a JSON Schema, a grammar or a regular expression.
+        field: the parameter that set it, for errors.
+        answer: the meaning of `@answer` in a Lark grammar.
     """
 
     kind: GrammarKind
@@ -89,7 +89,7 @@ class Grammar:
 
 
 def grammar_of(request: GenerateRequest) -> Grammar | None:
-    """What the request's answers must match; None where they are free.
+    """Return the constraint on a request's answers; None for free answers.
 
     Raises:
         InvalidRequest: the schema cannot be written as JSON.
@@ -98,15 +98,15 @@ def grammar_of(request: GenerateRequest) -> Grammar | None:
         return Grammar("grammar", request.grammar, "grammar")
     if request.regex is not None:
         return Grammar("regex", request.regex, "regex")
-    wanted = request.response_format
-    if wanted is None or wanted.type == "text":
+    form = request.response_format
+    if form is None or form.type == "text":
         return None
-    if wanted.type == "json_object":
+    if form.type == "json_object":
         return Grammar("json_schema", '{"type": "object"}', "response_format")
-    if isinstance(wanted.schema, str):
-        return Grammar("json_schema", wanted.schema, SCHEMA_FIELD)
+    if isinstance(form.schema, str):
+        return Grammar("json_schema", form.schema, SCHEMA_FIELD)
     try:
-        return Grammar("json_schema", json.dumps(wanted.schema, allow_nan=False, ensure_ascii=False), SCHEMA_FIELD)
+        return Grammar("json_schema", json.dumps(form.schema, allow_nan=False, ensure_ascii=False), SCHEMA_FIELD)
     except (TypeError, ValueError) as error:
         raise InvalidRequest(SCHEMA_FIELD, f"is not JSON: {error}") from None
     except RecursionError:
@@ -114,22 +114,21 @@ def grammar_of(request: GenerateRequest) -> Grammar | None:
 
 
 def check_grammar(request: GenerateRequest, limits: RequestLimits) -> None:
-    """Checks what can be told of the shape asked for without compiling it.
+    """Check the constraint on the answers, as far as possible without compiling it.
 
     Raises:
         InvalidRequest: with the path of the parameter at fault.
     """
-    wanted = request.response_format
-    if wanted is not None and (wanted.type == "json_schema") != (wanted.schema is not None):
-        rule = "is missing" if wanted.schema is None else f"goes with the type json_schema only, not {wanted.type}"
+    form = request.response_format
+    if form is not None and (form.type == "json_schema") != (form.schema is not None):
+        rule = "is missing" if form.schema is None else f"goes with the type json_schema only, not {form.type}"
         raise InvalidRequest(SCHEMA_FIELD, rule)
-    shaped = wanted is not None and wanted.type != "text"
-    given = [name for name in ("response_format", "grammar", "regex") if getattr(request, name) is not None]
-    if not shaped and wanted is not None:
-        given.remove("response_format")
-    if len(given) > 1:
+    present = [name for name in ("response_format", "grammar", "regex") if getattr(request, name) is not None]
+    if form is not None and form.type == "text":
+        present.remove("response_format")
+    if len(present) > 1:
         raise InvalidRequest(
-            given[1], f"give at most one of response_format, grammar and regex, not {' and '.join(given)}"
+            present[1], f"give at most one of response_format, grammar and regex, not {' and '.join(present)}"
         )
     if holds_to_tools(request):
         _check_excluded(request, "tools")
@@ -145,32 +144,32 @@ def check_grammar(request: GenerateRequest, limits: RequestLimits) -> None:
     # guard: cap on a grammar's size
     if size > limits.max_grammar_bytes:
         raise InvalidRequest(grammar.field, f"has {size} bytes, {limits.max_grammar_bytes} are allowed")
-    _check_excluded(request, given[0])
+    _check_excluded(request, present[0])
 
 
 def has_shape(request: GenerateRequest) -> bool:
-    """Whether the request says what its answers must match."""
-    wanted = request.response_format
-    return request.grammar is not None or request.regex is not None or (wanted is not None and wanted.type != "text")
+    """Return whether the request has a constraint on its answers."""
+    form = request.response_format
+    return request.grammar is not None or request.regex is not None or (form is not None and form.type != "text")
 
 
 def holds_to_tools(request: GenerateRequest) -> bool:
-    """Whether a grammar must hold the answer to the tools' schemas."""
+    """Return whether a grammar must enforce the tools' schemas."""
     if not request.tools or request.tool_choice == "none":
         return False
     return request.tool_choice != "auto" or any(tool.strict for tool in request.tools)
 
 
-def _check_excluded(request: GenerateRequest, given: str) -> None:
+def _check_excluded(request: GenerateRequest, constraint: str) -> None:
     for name in _EXCLUDED:
         if getattr(request, name):
-            raise InvalidRequest(name, f"cannot be combined with {given}: the answer must match it, and end there")
+            raise InvalidRequest(name, f"cannot be combined with {constraint}: the answer must match it, and end there")
 
 
 MAX_PRIORITY = 100
-MAX_LOGIT_BIAS = 100.0  # the range other services document
+MAX_LOGIT_BIAS = 100.0  # as other services document
 MAX_NAME_LENGTH = 128  # characters of a role or a tenant
-MAX_PATH_LENGTH = 4096  # characters; as much as systems take
+MAX_PATH_LENGTH = 4096  # characters; the limit of file systems
 MAX_PAYER_LENGTH = 256  # characters of the name of a fleet's client
 MAX_SERVED = 1e18  # weighted tokens
 MAX_DRAIN_S = 86400.0
@@ -187,7 +186,7 @@ SAMPLING_RANGES = {
 
 
 class _Offered(msgspec.Struct):
-    """Puts the right path in front of what is wrong within a tool."""
+    """Gives errors within a tool their path."""
 
     tools: list[Tool]
 
@@ -202,7 +201,7 @@ def check_type(value: object, kind: Any) -> Any:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise InvalidRequest(*_fault(str(error))) from None
-    except UnicodeEncodeError:  # msgspec meets it in a name or in a word of a fixed list
+    except UnicodeEncodeError:  # msgspec raises it for a name or a word of a fixed list
         raise InvalidRequest(None, "a name or a word is not valid Unicode: it has a lone surrogate") from None
     except RecursionError:
         raise InvalidRequest(None, "is nested too deeply") from None
@@ -305,7 +304,7 @@ def validate_session(request: SessionRequest) -> None:
 def validate_embed(request: EmbedRequest, limits: RequestLimits) -> None:
     """As `validate_request`."""
     check_type(msgspec.structs.asdict(request), EmbedRequest)
-    kinds = {str} if isinstance(request.input, str) else {type(one) for one in request.input}
+    kinds = {str} if isinstance(request.input, str) else set(map(type, request.input))
     if not kinds:
         raise InvalidRequest("input", "is empty")
     if len(kinds) > 1:
@@ -402,13 +401,12 @@ def _check_prompt(request: GenerateRequest, limits: RequestLimits) -> None:
 
 
 def _check_given(request: PromptRequest, names: tuple[str, ...]) -> str:
-    """The one of `names` that is there."""
-    given = [name for name in names if getattr(request, name) is not None]
-    if len(given) != 1:
-        found = " and ".join(given) or "none"
-        wanted = f"{', '.join(names[:-1])} and {names[-1]}"
-        raise InvalidRequest("prompt", f"give exactly one of {wanted}, not {found}")
-    return given[0]
+    """Return the one parameter among `names` that the request sets."""
+    present = [name for name in names if getattr(request, name) is not None]
+    if len(present) != 1:
+        choices = f"{', '.join(names[:-1])} and {names[-1]}"
+        raise InvalidRequest("prompt", f"give exactly one of {choices}, not {' and '.join(present) or 'none'}")
+    return present[0]
 
 
 def _check_token_ids(token_ids: list[int]) -> None:
@@ -553,13 +551,13 @@ def _check_stopping(request: GenerateRequest, limits: RequestLimits) -> None:
 
 
 def _check_given_range(field: str, value: float | None, low: float, high: float, *, above: bool = False) -> None:
-    """As `_check_range`; None is not given."""
+    """As `_check_range`, but None is allowed."""
     if value is not None:
         _check_range(field, value, low, high, above=above)
 
 
 def _check_range(field: str, value: float, low: float, high: float, *, above: bool = False) -> None:
-    """low <= value <= high, or low < value with `above`; NaN and infinities never pass."""
+    """Check that low <= value <= high, or that low < value with `above`; refuse NaN and infinities."""
     if math.isfinite(value) and (low < value if above else low <= value) and value <= high:
         return
     rule = f"more than {low}" if above else f"at least {low}"
