@@ -88,33 +88,33 @@ class TextCalls:
         if result is not None:
             done(result)
 
-    def _tokenizing(self, wanted: TokenizeRequest, from_: "From[Any]") -> ReadJob[TokenIds | Text | None]:
+    def _tokenizing(self, request: TokenizeRequest, from_: "From[Any]") -> ReadJob[TokenIds | Text | None]:
         intake = self.intake
-        intake.check_text(wanted)
+        intake.check_text(request)
 
         # A call that was cancelled before its turn takes no time from other calls.
         def begin() -> ChatPrompt | None:
-            return intake.start_text(wanted) if from_.alive else None
+            return intake.start_text(request) if from_.alive else None
 
         def finish(prompt: ChatPrompt | None) -> TokenIds | None:
             if not from_.alive:
                 return None
-            tokens = intake.token_ids(wanted.prompt or "", prompt, add_special_tokens=wanted.add_special_tokens)
-            written = wanted.prompt if prompt is None else prompt.text
-            return TokenIds(token_ids=tokens, text=written if wanted.return_text else None)
+            tokens = intake.token_ids(request.prompt or "", prompt, add_special_tokens=request.add_special_tokens)
+            written = request.prompt if prompt is None else prompt.text
+            return TokenIds(token_ids=tokens, text=written if request.return_text else None)
 
-        return ReadJob(begin, finish, intake.text_size(wanted))
+        return ReadJob(begin, finish, intake.text_size(request))
 
-    def _text(self, wanted: DetokenizeRequest, from_: "From[Any]") -> ReadJob[TokenIds | Text | None]:
+    def _text(self, request: DetokenizeRequest, from_: "From[Any]") -> ReadJob[TokenIds | Text | None]:
         intake = self.intake
 
         def text() -> Text | None:
             if not from_.alive:
                 return None
-            intake.check_detokenize(wanted)
-            return Text(text=intake.detokenize(wanted))
+            intake.check_detokenize(request)
+            return Text(text=intake.detokenize(request))
 
-        return without_template(text, CHARS_PER_TOKEN * len(wanted.token_ids))
+        return without_template(text, CHARS_PER_TOKEN * len(request.token_ids))
 
 
 # Milliseconds. By then, requests that hold blocks may have ended.
@@ -232,7 +232,7 @@ class SessionCalls:
         saving = partial(self._saving, message.message, message.tokens)
         self._calls.append((saving, message.from_, message.deliver))
 
-    def keep(self, wanted: KeepSessionRequest, from_: "From[Any]") -> None:
+    def keep(self, request: KeepSessionRequest, from_: "From[Any]") -> None:
         """Take a call to keep a session in the operator's folder."""
         files, worker = self._begin_file(from_)
 
@@ -248,18 +248,18 @@ class SessionCalls:
             if not state.state:
                 written(outcome.Value(0), 0)
                 return
-            worker.submit(files.write, wanted, state.state, on_done=lambda size: written(size, state.positions))
+            worker.submit(files.write, request, state.state, on_done=lambda size: written(size, state.positions))
 
         try:
-            self._tokenize(SaveSession(wanted.messages, wanted.tenant, wanted.model), from_, saved)
+            self._tokenize(SaveSession(request.messages, request.tenant, request.model), from_, saved)
         except GenbatchError:
             self._num_files -= 1
             raise
 
-    def resume(self, wanted: ResumeSessionRequest, from_: "From[Any]") -> None:
+    def resume(self, request: ResumeSessionRequest, from_: "From[Any]") -> None:
         """Take a call to load a session of the operator's folder; `file_read` continues it."""
         files, worker = self._begin_file(from_)
-        worker.submit(files.read, wanted, on_done=lambda state: self._send(SessionFileRead(wanted, from_, state)))
+        worker.submit(files.read, request, on_done=lambda state: self._send(SessionFileRead(request, from_, state)))
 
     def file_read(self, message: SessionFileRead) -> None:
         """Continue a call after its file was read."""
@@ -456,23 +456,23 @@ class AdapterCalls:
 
     # Loading
 
-    def load(self, wanted: LoadAdapterRequest, from_: "From[Any]") -> None:
+    def load(self, request: LoadAdapterRequest, from_: "From[Any]") -> None:
         """Begin to read an adapter; `ready` leads to the reply."""
         try:
-            if wanted.name in self._loading:
-                raise InvalidRequest("name", f"an adapter {wanted.name!r} is being loaded")
-            self.state.ctx.adapters.check(wanted.name)
+            if request.name in self._loading:
+                raise InvalidRequest("name", f"an adapter {request.name!r} is being loaded")
+            self.state.ctx.adapters.check(request.name)
         except (GenbatchError, AdapterError) as error:
             reply_error(from_, _to_error(error))
             return
-        self._loading[wanted.name] = from_
+        self._loading[request.name] = from_
         if self._worker is None:
             self._worker = self.open_worker("genbatch-adapters")
         self._worker.submit(
             self._read,
-            wanted.name,
-            Path(wanted.path),
-            on_done=lambda adapter: self.send(AdapterReady(wanted.name, adapter)),
+            request.name,
+            Path(request.path),
+            on_done=lambda adapter: self.send(AdapterReady(request.name, adapter)),
         )
 
     def ready(self, message: AdapterReady) -> "From[Any] | None":
@@ -493,25 +493,25 @@ class AdapterCalls:
 
     # Unloading
 
-    def unload(self, wanted: UnloadAdapterRequest, from_: "From[Any]") -> None:
+    def unload(self, request: UnloadAdapterRequest, from_: "From[Any]") -> None:
         """Refuse new requests for an adapter; `settle` replies to the caller."""
         try:
-            if wanted.name not in self.state.ctx.adapters:
+            if request.name not in self.state.ctx.adapters:
                 loaded = ", ".join(self.state.ctx.adapters) or "none"
-                raise ModelNotFound(f"no adapter {wanted.name[:128]!r} is loaded; there is {loaded}", field="name")
+                raise ModelNotFound(f"no adapter {request.name[:128]!r} is loaded; there is {loaded}", field="name")
         except GenbatchError as error:
             reply_error(from_, error)
             return
-        going = self._unloading.get(wanted.name)
-        timer = self.send_after(wanted.timeout_s, UnloadOver(wanted.name))
+        going = self._unloading.get(request.name)
+        timer = self.send_after(request.timeout_s, UnloadOver(request.name))
         if going is not None:  # the shortest timeout applies
             going.callers.append(from_)
             if timer.deadline < going.timer.deadline:
                 timer, going.timer = going.timer, timer
             timer.cancel()
             return
-        self._unloading[wanted.name] = _Unloading(self.state.ctx.adapters[wanted.name], [from_], timer)
-        self.state.ctx.adapters.retire(wanted.name)
+        self._unloading[request.name] = _Unloading(self.state.ctx.adapters[request.name], [from_], timer)
+        self.state.ctx.adapters.retire(request.name)
         self.on_change()
 
     def over(self, message: UnloadOver) -> None:

@@ -233,7 +233,7 @@ class TextIntake(Generic[Asked]):
             return self._max_positions
         return min(self._max_positions, pooling.max_tokens)
 
-    def check(self, wanted: Asked, *, is_validated: bool) -> int:
+    def check(self, request: Asked, *, is_validated: bool) -> int:
         """Check a request without tokenizing; return how many of its texts wait or run at a time.
 
         Args:
@@ -244,11 +244,11 @@ class TextIntake(Generic[Asked]):
         """
         raise NotImplementedError
 
-    def size(self, wanted: Asked) -> int:
+    def size(self, request: Asked) -> int:
         """Return the number of characters to tokenize."""
         raise NotImplementedError
 
-    def read(self, wanted: Asked) -> list[list[int]]:
+    def read(self, request: Asked) -> list[list[int]]:
         """Return the token ids of each text; safe to run on another thread.
 
         Raises:
@@ -257,17 +257,17 @@ class TextIntake(Generic[Asked]):
         """
         raise NotImplementedError
 
-    def field(self, wanted: Asked, place: int) -> str:
+    def field(self, request: Asked, place: int) -> str:
         """Return the path of a text's field, for errors."""
         raise NotImplementedError
 
-    def check_priority(self, wanted: Asked) -> None:
+    def check_priority(self, request: Asked) -> None:
         """Refuse a priority where the service has no priorities.
 
         Raises:
             InvalidRequest: the service has no priorities.
         """
-        if wanted.priority and not self._options.priority_ageing_s:
+        if request.priority and not self._options.priority_ageing_s:
             raise InvalidRequest("priority", "this service serves everyone alike (priority_ageing_s is 0)")
 
     def start(self, request: TextsRequest[Asked], texts: list[list[int]], longest: Callable[..., int]) -> None:
@@ -317,43 +317,43 @@ class EmbedIntake(TextIntake[EmbedRequest]):
 
     noun, request_type = "embeddings", EmbeddingRequest
 
-    def check(self, wanted: EmbedRequest, *, is_validated: bool) -> int:
+    def check(self, request: EmbedRequest, *, is_validated: bool) -> int:
         pooling, vocab_size = self._model.pooling, self._model.vocab_size
         if pooling is None or not pooling.embeds:
             raise InvalidRequest("input", NO_EMBEDDINGS if pooling is None else NO_VECTORS)
         if not is_validated:
-            validate_embed(wanted, self._options.limits)
-        self.check_priority(wanted)
-        if wanted.dimensions not in (None, pooling.size, *pooling.shorter):
+            validate_embed(request, self._options.limits)
+        self.check_priority(request)
+        if request.dimensions not in (None, pooling.size, *pooling.shorter):
             others = f", and {_sizes(pooling.shorter)}" if pooling.shorter else "; it was not trained for others"
-            rule = f"{wanted.dimensions} is not possible: {self._model.name} gives {pooling.size}{others}"
+            rule = f"{request.dimensions} is not possible: {self._model.name} gives {pooling.size}{others}"
             raise InvalidRequest("dimensions", rule)
-        for place, text in enumerate(wanted.texts):
+        for place, text in enumerate(request.texts):
             if not isinstance(text, str) and max(text) >= vocab_size:
                 at = next(at for at, token_id in enumerate(text) if token_id >= vocab_size)
-                path = f"{self.field(wanted, place)}[{at}]"
+                path = f"{self.field(request, place)}[{at}]"
                 raise InvalidRequest(path, f"token id {text[at]} is outside 0..{vocab_size - 1}")
-        return min(len(wanted.texts), self._options.n_parallel)
+        return min(len(request.texts), self._options.n_parallel)
 
-    def size(self, wanted: EmbedRequest) -> int:
-        return sum(len(text) for text in wanted.texts if isinstance(text, str))
+    def size(self, request: EmbedRequest) -> int:
+        return sum(len(text) for text in request.texts if isinstance(text, str))
 
-    def read(self, wanted: EmbedRequest) -> list[list[int]]:
+    def read(self, request: EmbedRequest) -> list[list[int]]:
         pooling, encode = self._model.pooling, self._model.tokenizer.encode
         assert pooling is not None
         found = []
-        for place, text in enumerate(wanted.texts):
+        for place, text in enumerate(request.texts):
             tokens = encode(pooling.text(text)) if isinstance(text, str) else text
             if not tokens:
-                raise InvalidRequest(self.field(wanted, place), "is empty")
+                raise InvalidRequest(self.field(request, place), "is empty")
             if len(tokens) > self.max_tokens:
                 limit = f"has {len(tokens)} tokens, {self._model.name} reads {self.max_tokens} of a text"
-                raise PromptTooLong(limit, field=self.field(wanted, place))
+                raise PromptTooLong(limit, field=self.field(request, place))
             found.append(tokens)
         return found
 
-    def field(self, wanted: EmbedRequest, place: int) -> str:
-        return "input" if wanted.texts[0] == wanted.input else f"input[{place}]"
+    def field(self, request: EmbedRequest, place: int) -> str:
+        return "input" if request.texts[0] == request.input else f"input[{place}]"
 
 
 def _sizes(shorter: frozenset[int]) -> str:
@@ -382,39 +382,39 @@ class ScoreIntake(TextIntake[ScoreRequest]):
 
     noun, request_type = "scores", ScoringRequest
 
-    def check(self, wanted: ScoreRequest, *, is_validated: bool) -> int:
+    def check(self, request: ScoreRequest, *, is_validated: bool) -> int:
         pooling, pairs = self._model.pooling, self._model.pairs
         if pooling is None or pairs is None:
             raise InvalidRequest("model", NO_SCORES)
         if not is_validated:
-            validate_score(wanted, self._options.limits)
-        self.check_priority(wanted)
-        if wanted.query is None and pairs.needs_query:
+            validate_score(request, self._options.limits)
+        self.check_priority(request)
+        if request.query is None and pairs.needs_query:
             raise InvalidRequest("query", f"is missing: {self._model.name} scores a document by a query")
-        if wanted.instruction is not None and not pairs.takes_instruction:
+        if request.instruction is not None and not pairs.takes_instruction:
             raise InvalidRequest("instruction", f"{self._model.name} has no place for one in what it reads")
-        return min(len(wanted.documents), self._options.n_parallel)
+        return min(len(request.documents), self._options.n_parallel)
 
-    def size(self, wanted: ScoreRequest) -> int:
-        return sum(len(query or "") + len(document) for query, document in wanted.pairs)
+    def size(self, request: ScoreRequest) -> int:
+        return sum(len(query or "") + len(document) for query, document in request.pairs)
 
-    def read(self, wanted: ScoreRequest) -> list[list[int]]:
+    def read(self, request: ScoreRequest) -> list[list[int]]:
         pairs = self._model.pairs
         assert pairs is not None
         found = []
-        for place, (query, document) in enumerate(wanted.pairs):
-            if wanted.max_document_tokens is not None:
-                document = pairs.beginning(document, wanted.max_document_tokens)
-            tokens = pairs.tokens(query, document, wanted.instruction)
-            if len(tokens) > self.max_tokens and wanted.truncate:
-                tokens = pairs.cut(query, document, self.max_tokens, wanted.instruction)
+        for place, (query, document) in enumerate(request.pairs):
+            if request.max_document_tokens is not None:
+                document = pairs.beginning(document, request.max_document_tokens)
+            tokens = pairs.tokens(query, document, request.instruction)
+            if len(tokens) > self.max_tokens and request.truncate:
+                tokens = pairs.cut(query, document, self.max_tokens, request.instruction)
             if not tokens:
-                raise InvalidRequest(self.field(wanted, place), "is empty")
+                raise InvalidRequest(self.field(request, place), "is empty")
             if len(tokens) > self.max_tokens:
                 limit = f"has {len(tokens)} tokens with its query, {self._model.name} reads {self.max_tokens} of a text"
-                raise PromptTooLong(limit, field=self.field(wanted, place))
+                raise PromptTooLong(limit, field=self.field(request, place))
             found.append(tokens)
         return found
 
-    def field(self, wanted: ScoreRequest, place: int) -> str:
+    def field(self, request: ScoreRequest, place: int) -> str:
         return f"documents[{place}]"

@@ -157,16 +157,16 @@ class Intake:
             raise ModelNotFound(f"the model {name[:128]!r} is not served here; there is {served}", field="model")
         return found
 
-    def _check_length(self, wanted: GenerateRequest) -> None:
+    def _check_length(self, request: GenerateRequest) -> None:
         """Raise PromptTooLong for a text that is certainly too long, without use of the tokenizer's one thread.
 
         In a conversation the users' messages count: every template keeps them, except for surrounding spaces.
         """
-        if wanted.truncate_prompt_tokens is not None:
+        if request.truncate_prompt_tokens is not None:
             return
-        said = [message.content.strip() for message in wanted.messages or () if message.role == "user"]
-        for text in (wanted.prompt or "", *said):
-            self._check_text(text, "prompt" if wanted.messages is None else "messages")
+        said = [message.content.strip() for message in request.messages or () if message.role == "user"]
+        for text in (request.prompt or "", *said):
+            self._check_text(text, "prompt" if request.messages is None else "messages")
 
     def _check_text(self, text: str, field: str) -> None:
         if len(text) <= self.max_positions:
@@ -178,18 +178,18 @@ class Intake:
                 field=field,
             )
 
-    def check_beams(self, beam_width: int, wanted: GenerateRequest) -> None:
+    def check_beams(self, beam_width: int, request: GenerateRequest) -> None:
         """Raise InvalidRequest for a beam search that cannot run as requested."""
         most = min(self._options.n_parallel, self._options.max_batch_tokens)
         if not 1 <= beam_width <= most:
             raise InvalidRequest("beam_width", f"must be at least 1 and at most {most}, not {beam_width}")
         if beam_width == 1:
             return
-        if wanted.max_tokens == 0:
+        if request.max_tokens == 0:
             raise InvalidRequest("max_tokens", "must be at least 1: a beam search is for what follows the prompt")
         plain = GenerateRequest()
         for name in SAMPLING_PARAMETERS:
-            if getattr(wanted, name) not in (getattr(plain, name), SAMPLING_DEFAULTS.get(name)):
+            if getattr(request, name) not in (getattr(plain, name), SAMPLING_DEFAULTS.get(name)):
                 raise InvalidRequest(name, "a beam search ranks by the model's own log-probabilities")
 
     def _check_tokens(self, token_ids: ListOf[int]) -> None:
@@ -202,63 +202,63 @@ class Intake:
         if not 0 <= token_id < self._model.vocab_size:
             raise InvalidRequest(field, f"token id {token_id} is outside 0..{self._model.vocab_size - 1}")
 
-    def check_text(self, wanted: PromptRequest) -> None:
+    def check_text(self, request: PromptRequest) -> None:
         """Raise InvalidRequest for a fault that is visible without tokenizing."""
-        self.adapter(wanted.model)  # raises for a name that is not served
-        validate_text(wanted, self._options.limits)
+        self.adapter(request.model)  # raises for a name that is not served
+        validate_text(request, self._options.limits)
 
-    def check_detokenize(self, wanted: DetokenizeRequest) -> None:
+    def check_detokenize(self, request: DetokenizeRequest) -> None:
         """Raise InvalidRequest for token ids outside the model's vocabulary."""
-        self.adapter(wanted.model)  # raises for a name that is not served
-        validate_detokenize(wanted)
-        self._check_tokens(wanted.token_ids)
+        self.adapter(request.model)  # raises for a name that is not served
+        validate_detokenize(request)
+        self._check_tokens(request.token_ids)
 
-    def size(self, wanted: GenerateRequest) -> int:
+    def size(self, request: GenerateRequest) -> int:
         """Return the number of characters to tokenize."""
-        if wanted.token_ids is not None:
-            return CHARS_PER_TOKEN * len(wanted.token_ids) if wanted.echo else 0
-        size = self.text_size(wanted)
-        if wanted.messages:
-            first = wanted.messages[0]
+        if request.token_ids is not None:
+            return CHARS_PER_TOKEN * len(request.token_ids) if request.echo else 0
+        size = self.text_size(request)
+        if request.messages:
+            first = request.messages[0]
             if (first.role, self._content(first)) not in self._prefixes:
                 size += PREFIX_RENDERINGS * len(first.content)
         return size
 
-    def text_size(self, wanted: PromptRequest) -> int:
+    def text_size(self, request: PromptRequest) -> int:
         """Return the number of characters of a text or of a conversation."""
-        if wanted.messages is None:
-            return len(wanted.prompt or "")
-        return num_characters((wanted.messages, wanted.tools, wanted.chat_template_kwargs))
+        if request.messages is None:
+            return len(request.prompt or "")
+        return num_characters((request.messages, request.tools, request.chat_template_kwargs))
 
-    def start_prompt(self, wanted: GenerateRequest) -> ChatPrompt | None:
+    def start_prompt(self, request: GenerateRequest) -> ChatPrompt | None:
         """Begin to render a request's conversation; return None without one. Safe to run on another thread.
 
         Raises:
             InvalidRequest: the model has no chat template, or the template cannot be compiled.
         """
-        if wanted.token_ids is not None:
+        if request.token_ids is not None:
             return None
-        tools = wanted.tools if wanted.tool_choice != "none" else []
-        first = None if wanted.scores_prompt else self._first_key(wanted)
+        tools = request.tools if request.tool_choice != "none" else []
+        first = None if request.scores_prompt else self._first_key(request)
         with_others = first is not None and first not in self._prefixes
-        return self._start(wanted, tools, goes_on=wanted.continue_final_message, with_others=with_others)
+        return self._start(request, tools, goes_on=request.continue_final_message, with_others=with_others)
 
-    def start_text(self, wanted: PromptRequest) -> ChatPrompt | None:
+    def start_text(self, request: PromptRequest) -> ChatPrompt | None:
         """Begin to render a conversation that is only tokenized; runs and raises as `start_prompt` does."""
-        return self._start(wanted, wanted.tools, goes_on=False, with_others=False)
+        return self._start(request, request.tools, goes_on=False, with_others=False)
 
     def _start(
-        self, wanted: PromptRequest, tools: ListOf[Tool], *, goes_on: bool, with_others: bool
+        self, request: PromptRequest, tools: ListOf[Tool], *, goes_on: bool, with_others: bool
     ) -> ChatPrompt | None:
-        if wanted.messages is None:
+        if request.messages is None:
             return None
-        turns, offered = [self._turn(message) for message in wanted.messages], [_offer(tool) for tool in tools]
+        turns, offered = [self._turn(message) for message in request.messages], [_offer(tool) for tool in tools]
         with _named_refusals():
             return self._tokenizer.start_prompt(
-                turns, offered, self._thinking.variables(wanted), goes_on=goes_on, with_others=with_others
+                turns, offered, self._thinking.variables(request), goes_on=goes_on, with_others=with_others
             )
 
-    def read(self, wanted: GenerateRequest, prompt: ChatPrompt | None) -> Prompt:
+    def read(self, request: GenerateRequest, prompt: ChatPrompt | None) -> Prompt:
         """Tokenize the prompt and the prefix that others may share; safe to run on another thread.
 
         Args:
@@ -269,25 +269,25 @@ class Intake:
             QueueFull: the chat template was ended to make room for other requests.
             PromptTooLong: the rendered conversation does not fit.
         """
-        tokens = self._encode(wanted, prompt)
-        if wanted.truncate_prompt_tokens is not None:
-            tokens = tokens[-wanted.truncate_prompt_tokens :]
+        tokens = self._encode(request, prompt)
+        if request.truncate_prompt_tokens is not None:
+            tokens = tokens[-request.truncate_prompt_tokens :]
         fits = len(tokens) < self.max_positions  # a prompt that does not fit is refused and not remembered
-        shares = wanted.messages and not wanted.scores_prompt and wanted.truncate_prompt_tokens is None and fits
-        first = self._first_message(wanted, prompt) if shares else []
-        return Prompt(tokens, first, self._echo(wanted, tokens) if fits else "")
+        shares = request.messages and not request.scores_prompt and request.truncate_prompt_tokens is None and fits
+        first = self._first_message(request, prompt) if shares else []
+        return Prompt(tokens, first, self._echo(request, tokens) if fits else "")
 
-    def _encode(self, wanted: GenerateRequest, prompt: ChatPrompt | None) -> list[int]:
-        if wanted.token_ids is not None:
-            return list(wanted.token_ids)
+    def _encode(self, request: GenerateRequest, prompt: ChatPrompt | None) -> list[int]:
+        if request.token_ids is not None:
+            return list(request.token_ids)
         if prompt is not None:
             with _named_refusals():
                 text = prompt.text
-            if wanted.truncate_prompt_tokens is None:
+            if request.truncate_prompt_tokens is None:
                 self._check_text(text, "messages")  # a few words may become a megabyte
             return self._tokenizer.encode_prompt(text)
-        assert wanted.prompt is not None
-        tokens = self._tokenizer.encode(wanted.prompt)
+        assert request.prompt is not None
+        tokens = self._tokenizer.encode(request.prompt)
         if not tokens:
             raise InvalidRequest("prompt", "is empty")
         return tokens
@@ -299,9 +299,9 @@ class Intake:
         with _named_refusals():
             return self._tokenizer.encode_prompt(prompt.text)
 
-    def detokenize(self, wanted: DetokenizeRequest) -> str:
+    def detokenize(self, request: DetokenizeRequest) -> str:
         """Return the text of token ids; safe to run on another thread."""
-        return self._tokenizer.decode(wanted.token_ids)
+        return self._tokenizer.decode(request.token_ids)
 
     def _content(self, message: Message) -> str:
         """Return a message's text, without a line that Claude Code writes into system prompts for itself."""
@@ -335,13 +335,13 @@ class Intake:
             return call_id
         return hashlib.sha256(call_id.encode()).hexdigest()[:9]
 
-    def grammar(self, wanted: GenerateRequest) -> Grammar | None:
+    def grammar(self, request: GenerateRequest) -> Grammar | None:
         """Return the grammar of the answers: thinking, then calls or the requested format; None for free answers."""
-        shape, calls = grammar_of(wanted), self._calls(wanted)
-        thinking = self._free_thinking(wanted)
+        shape, calls = grammar_of(request), self._calls(request)
+        thinking = self._free_thinking(request)
         if calls is None and thinking is None:
             return shape
-        if shape is None and (calls is None or not holds_to_tools(wanted)):
+        if shape is None and (calls is None or not holds_to_tools(request)):
             return None
         has_format = shape is not None and not (calls is not None and calls.forced)
         text = answer_grammar(calls, self._tokenizer.special_id, has_format=has_format, thinking=thinking)
@@ -352,58 +352,58 @@ class Intake:
         field = "tools" if calls is not None else shape.field if shape is not None else ""
         return Grammar("lark", text, field, shape if has_format else None)
 
-    def _calls(self, wanted: GenerateRequest) -> Calls | None:
+    def _calls(self, request: GenerateRequest) -> Calls | None:
         """Return the tool calls that the answers may contain; None for none."""
-        choice = wanted.tool_choice
-        if not wanted.tools or choice == "none":
+        choice = request.tool_choice
+        if not request.tools or choice == "none":
             return None
-        offered = [tool for tool in wanted.tools if wanted.named_tool in (None, tool.name)]
+        offered = [tool for tool in request.tools if request.named_tool in (None, tool.name)]
         own = self._tokenizer.tool_format
         # With a response format, calls are constrained to the model's own notation where that is possible. An
         # unreadable call would be text that does not match the format.
         is_written = is_json(own) or self._tokenizer.response_template is not None
-        free = not holds_to_tools(wanted) and not (has_shape(wanted) and is_written)
+        free = not holds_to_tools(request) and not (has_shape(request) and is_written)
         return Calls(
             format=own if free else forced_format(own),
             tools=[{"name": tool.name, "parameters": tool.parameters, "strict": tool.strict} for tool in offered],
-            several=wanted.parallel_tool_calls and wanted.named_tool is None,
+            several=request.parallel_tool_calls and request.named_tool is None,
             forced=choice != "auto",
             free=free,
         )
 
-    def _tells_thinking(self, wanted: GenerateRequest, *, calls: bool) -> bool:
+    def _tells_thinking(self, request: GenerateRequest, *, calls: bool) -> bool:
         """Return whether thinking is separated from the text."""
-        return (calls or wanted.reasoning) and wanted.messages is not None and self._tokenizer.thinks
+        return (calls or request.reasoning) and request.messages is not None and self._tokenizer.thinks
 
-    def _free_thinking(self, wanted: GenerateRequest) -> ThinkingTags | None:
+    def _free_thinking(self, request: GenerateRequest) -> ThinkingTags | None:
         """Return the tags of thinking that a grammar must allow first; None if it must not.
 
         A caller's grammar or expression that contains the opening tag describes the thinking itself.
         """
-        calls = bool(wanted.tools) and wanted.tool_choice != "none"
-        tags = self._tokenizer.thinking_tags if self._tells_thinking(wanted, calls=calls) else None
+        calls = bool(request.tools) and request.tool_choice != "none"
+        tags = self._tokenizer.thinking_tags if self._tells_thinking(request, calls=calls) else None
         if tags is None:
             return None
-        described = wanted.grammar or (wanted.regex or "").replace("\\", "")
+        described = request.grammar or (request.regex or "").replace("\\", "")
         return None if tags.opens in described else tags
 
-    def reading(self, wanted: GenerateRequest, prompt_tokens: list[int]) -> Reading | None:
+    def reading(self, request: GenerateRequest, prompt_tokens: list[int]) -> Reading | None:
         """Return how to separate calls and thinking from the text; None where the request needs neither."""
-        calls = self._calls(wanted)
-        thinks = self._tells_thinking(wanted, calls=calls is not None)
+        calls = self._calls(request)
+        thinks = self._tells_thinking(request, calls=calls is not None)
         if not (calls or thinks):
             return None
-        template, offered = self._tokenizer.response_template, [_offer(tool) for tool in wanted.tools]
-        names_channels = "<|channel|>" in (wanted.grammar or wanted.regex or "").replace("\\", "")
-        if template is HARMONY and calls is None and has_shape(wanted) and not names_channels:
+        template, offered = self._tokenizer.response_template, [_offer(tool) for tool in request.tools]
+        names_channels = "<|channel|>" in (request.grammar or request.regex or "").replace("\\", "")
+        if template is HARMONY and calls is None and has_shape(request) and not names_channels:
             return None  # the grammar allows no channel marks beside the format
         if template is not None and (calls is None or calls.free):
             prompt = self._tokenizer.decode(prompt_tokens, skip_special_tokens=False)
             by_template = partial(TemplateReader, template, prompt, offered if calls else [])
-            return Reading(by_template, self._tokenizer.response_marks, wanted.parallel_tool_calls)
+            return Reading(by_template, self._tokenizer.response_marks, request.parallel_tool_calls)
         tags = self._tokenizer.thinking_tags if thinks else None
         marks = (*(calls.format.marks if calls else ()), *(tags[:2] if tags else ()))
-        has_branches = calls is not None and not calls.forced and has_shape(wanted)
+        has_branches = calls is not None and not calls.forced and has_shape(request)
         reader = partial(
             AnswerReader,
             calls.format if calls else None,
@@ -412,16 +412,16 @@ class Intake:
             starts_thinking=tags is not None and self._thinking.opens(prompt_tokens),
             begins=calls.beginnings if calls and has_branches else (),
         )
-        return Reading(reader, self._tokenizer.special_ids_in("".join(marks)), wanted.parallel_tool_calls)
+        return Reading(reader, self._tokenizer.special_ids_in("".join(marks)), request.parallel_tool_calls)
 
-    def _first_key(self, wanted: GenerateRequest) -> tuple[str, str] | None:
+    def _first_key(self, request: GenerateRequest) -> tuple[str, str] | None:
         """Return a key for the first message; None if the shared prefix depends on more than this message."""
-        if not wanted.messages or wanted.tools or self._thinking.variables(wanted):
+        if not request.messages or request.tools or self._thinking.variables(request):
             return None
-        return wanted.messages[0].role, self._content(wanted.messages[0])
+        return request.messages[0].role, self._content(request.messages[0])
 
-    def _first_message(self, wanted: GenerateRequest, prompt: ChatPrompt | None) -> list[int]:
-        key = self._first_key(wanted)
+    def _first_message(self, request: GenerateRequest, prompt: ChatPrompt | None) -> list[int]:
+        key = self._first_key(request)
         if key is None or prompt is None:
             return []
         return self._prefix_of(key, prompt)
@@ -563,23 +563,23 @@ class Intake:
             made.append(sequence)
         return made
 
-    def _token_rules(self, wanted: GenerateRequest, inner: Constraint | None) -> Constraint | None:
+    def _token_rules(self, request: GenerateRequest, inner: Constraint | None) -> Constraint | None:
         """Return the constraint by token ids around another one; `inner` itself for a request without such rules."""
-        if wanted.allowed_token_ids is None and not wanted.bad_words:
+        if request.allowed_token_ids is None and not request.bad_words:
             return inner
         bad = {
             tuple(self._tokenizer.encode(space + text.strip(), add_special_tokens=False))
-            for text in wanted.bad_words
+            for text in request.bad_words
             for space in ("", " ")
         }
         words = -(-self._model.vocab_size // 32)
-        return TokenRules(wanted.allowed_token_ids, sorted(filter(None, bad)), words, inner)
+        return TokenRules(request.allowed_token_ids, sorted(filter(None, bad)), words, inner)
 
-    def _echo(self, wanted: GenerateRequest, tokens: list[int]) -> str:
-        if not wanted.echo:
+    def _echo(self, request: GenerateRequest, tokens: list[int]) -> str:
+        if not request.echo:
             return ""
-        is_whole = wanted.prompt is not None and wanted.truncate_prompt_tokens is None
-        return wanted.prompt or "" if is_whole else self._tokenizer.decode(tokens)
+        is_whole = request.prompt is not None and request.truncate_prompt_tokens is None
+        return request.prompt or "" if is_whole else self._tokenizer.decode(tokens)
 
     def _sampling(self, request: GenerationRequest, seed: int, stop_ids: frozenset[int]) -> SamplingParams:
         wanted = request.wanted
@@ -614,7 +614,7 @@ def _offer(tool: Tool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _prompt_field(wanted: GenerateRequest) -> str:
-    if wanted.messages is not None:
+def _prompt_field(request: GenerateRequest) -> str:
+    if request.messages is not None:
         return "messages"
-    return "token_ids" if wanted.token_ids is not None else "prompt"
+    return "token_ids" if request.token_ids is not None else "prompt"

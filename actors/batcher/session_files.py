@@ -40,7 +40,7 @@ class SessionFiles:
         self._folder = folder
         self._max_bytes = max_bytes
 
-    def write(self, wanted: KeepSessionRequest, state: bytes) -> int:
+    def write(self, request: KeepSessionRequest, state: bytes) -> int:
         """Write a session in place of an earlier one of its name; returns its bytes.
 
         Raises:
@@ -52,7 +52,7 @@ class SessionFiles:
         if size > self._max_bytes:
             raise InvalidRequest("messages", f"the session takes {size} bytes; session_space allows {self._max_bytes}")
         try:
-            path = self._path(wanted)
+            path = self._path(request)
             private_folder(self._folder)
             folder = private_folder(path.parent)
             self._make_room(size, path)
@@ -73,14 +73,14 @@ class SessionFiles:
             raise Unavailable(told, retry_after_ms=_RETRY_AFTER_DISK_MS) from fault
         return size
 
-    def read(self, wanted: ResumeSessionRequest) -> bytes:
+    def read(self, request: ResumeSessionRequest) -> bytes:
         """Return the bytes of a session.
 
         Raises:
             InvalidRequest: there is no such session, or it is damaged.
             Unavailable: the disk gives an error.
         """
-        path = self._path(wanted)
+        path = self._path(request)
         try:
             private_folder(self._folder)
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -88,23 +88,23 @@ class SessionFiles:
                 status = os.fstat(descriptor)
                 # guard: a session that others could have written
                 if not is_private(status):
-                    raise InvalidRequest("name", f"another user could have written the session {wanted.name!r}")
+                    raise InvalidRequest("name", f"another user could have written the session {request.name!r}")
                 data = file.read()
         except FileNotFoundError:
-            raise InvalidRequest("name", f"there is no session {wanted.name!r}") from None
+            raise InvalidRequest("name", f"there is no session {request.name!r}") from None
         except (NotOurs, OSError) as fault:
             raise Unavailable("the session cannot be read", retry_after_ms=_RETRY_AFTER_DISK_MS) from fault
         # guard: a damaged session
         if hashlib.sha256(data[_DIGEST_BYTES:]).digest() != data[:_DIGEST_BYTES]:
-            raise InvalidRequest("name", f"the session {wanted.name!r} is damaged; keep it again")
+            raise InvalidRequest("name", f"the session {request.name!r} is damaged; keep it again")
         with suppress(OSError):  # a read-only disk
             os.utime(path)  # the sessions that were used last stay
         return data[_DIGEST_BYTES:]
 
-    def _path(self, wanted: SessionRequest) -> Path:
-        validate_session(wanted)
-        tenant = hashlib.sha256(wanted.tenant.encode()).hexdigest()[:32]
-        return self._folder / tenant / f"{wanted.name}{_ENDING}"
+    def _path(self, request: SessionRequest) -> Path:
+        validate_session(request)
+        tenant = hashlib.sha256(request.tenant.encode()).hexdigest()[:32]
+        return self._folder / tenant / f"{request.name}{_ENDING}"
 
     def _make_room(self, size: int, replaced: Path) -> None:
         """Remove sessions until `size` bytes fit; what an interrupted write left goes first."""

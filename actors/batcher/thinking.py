@@ -60,19 +60,19 @@ class Thinking:
         has_marks = self._tokenizer.response_template is HARMONY or self._tokenizer.thinking_tags is not None
         return self._tokenizer.template_reads(EFFORT) or (self._tokenizer.thinks and has_marks)
 
-    def variables(self, wanted: PromptRequest) -> dict[str, Any] | None:
+    def variables(self, request: PromptRequest) -> dict[str, Any] | None:
         """Return the chat template's variables: the request's own, and those that follow from its effort and budget."""
-        if not isinstance(wanted, GenerateRequest):
-            return wanted.chat_template_kwargs
-        reads, effort = self._tokenizer.template_reads, wanted.reasoning_effort
+        if not isinstance(request, GenerateRequest):
+            return request.chat_template_kwargs
+        reads, effort = self._tokenizer.template_reads, request.reasoning_effort
         found: dict[str, Any] = {}
         if effort is not None:
             found = {name: effort != "none" for name in SWITCHES if reads(name)}
             if (written := self._written(effort)) is not None:
                 found[EFFORT] = written
-        if wanted.max_thinking_tokens is not None and reads(BUDGET):
-            found[BUDGET] = wanted.max_thinking_tokens
-        return found | (wanted.chat_template_kwargs or {}) or None
+        if request.max_thinking_tokens is not None and reads(BUDGET):
+            found[BUDGET] = request.max_thinking_tokens
+        return found | (request.chat_template_kwargs or {}) or None
 
     def opens(self, prompt_tokens: Sequence[int]) -> bool:
         """Return whether the prompt has opened a thinking part that the answer continues."""
@@ -85,27 +85,27 @@ class Thinking:
         return [] if tags is None else self._encode(tags.opens)
 
     def constraint(
-        self, wanted: GenerateRequest, prompt_tokens: Sequence[int], max_tokens: int, inner: Constraint | None
+        self, request: GenerateRequest, prompt_tokens: Sequence[int], max_tokens: int, inner: Constraint | None
     ) -> Constraint | None:
         """Return the constraint of one answer: `inner`, and the budget of its thinking.
 
         Args:
             max_tokens: most tokens of the answer, its thinking included.
         """
-        budget = self._budget(wanted, max_tokens)
+        budget = self._budget(request, max_tokens)
         marks = None if budget is None else self._marks()
         if budget is None or marks is None or self._tail(prompt_tokens).endswith(marks.closes):
             return inner
         return ThinkingBudget(marks, budget, self._num_words, thinks=self.opens(prompt_tokens), inner=inner)
 
-    def _budget(self, wanted: GenerateRequest, max_tokens: int) -> int | None:
+    def _budget(self, request: GenerateRequest, max_tokens: int) -> int | None:
         """Return the most tokens of thinking; None is no limit."""
-        if wanted.max_thinking_tokens is not None:
-            return wanted.max_thinking_tokens
-        given = (wanted.chat_template_kwargs or {}).get(BUDGET)
+        if request.max_thinking_tokens is not None:
+            return request.max_thinking_tokens
+        given = (request.chat_template_kwargs or {}).get(BUDGET)
         if type(given) is int and given >= 0:
             return given
-        name = wanted.reasoning_effort
+        name = request.reasoning_effort
         # A template that was told the effort itself limits the thinking. One that was told another one does not.
         if name not in EFFORTS or (name != "none" and self._written(name) in (name, _NEAREST.get(name, name))):
             return None
