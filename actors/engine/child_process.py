@@ -172,6 +172,7 @@ class ManagedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         keep_alive: seconds without requests after which it is unloaded; negative for never.
         batcher_options: the bytes of `encode_options`.
         adapters: the names of the adapters that are loaded with it.
+        is_there: whether clients see it; False if its files have gone.
     """
 
     name: str
@@ -180,6 +181,7 @@ class ManagedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keep_alive: float
     batcher_options: msgspec.Raw
     adapters: tuple[str, ...] = ()
+    is_there: bool = True
 
 
 class StartGateway(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="start_gateway"):
@@ -204,6 +206,13 @@ class AddModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="add
     """Serve one more model, which is loaded on demand; its engine's index is the number of the engines before it."""
 
     model: ManagedModel
+
+
+class ShowModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="show_model"):
+    """Show a model on demand to clients, or hide it: its files have gone."""
+
+    name: str
+    is_there: bool
 
 
 class Join(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="join"):
@@ -321,7 +330,16 @@ class EngineStopped(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 
 
 ToChild = (
-    StartEngine | PrepareEngine | Listening | StartGateway | AddModel | Join | EngineStopped | DrainAndStop | StopNow
+    StartEngine
+    | PrepareEngine
+    | Listening
+    | StartGateway
+    | AddModel
+    | ShowModel
+    | Join
+    | EngineStopped
+    | DrainAndStop
+    | StopNow
 )
 FromChild = Loading | NotStarted | EngineReady | ServingChanged | GatewayReady | Unjoined | Hung | SwitchEngine
 

@@ -27,6 +27,7 @@ from genbatch.actors.engine.child_process import (
     Join,
     Listening,
     ManagedModel,
+    ShowModel,
     StartGateway,
     SwitchEngine,
     decode_options,
@@ -471,6 +472,10 @@ class GatewayProcess:
                     case AddModel(model):
                         await self._made.wait()
                         await self._nursery.start(self._gateways.add(model).run)
+                    case ShowModel(name, is_there):
+                        await self._made.wait()
+                        if self._gateways.keeper is not None:
+                            self._gateways.keeper.show(name, is_there)
                     case EngineStopped(engine, reason):
                         await self._made.wait()
                         if self._gateways.keeper is not None:

@@ -72,12 +72,14 @@ class OnDemandModel:
         num_bytes: the memory that it takes: the size of its files, and once it was loaded, the measured size.
         default_keep_alive: seconds without requests after which it is unloaded; negative for never.
         max_waiting: sequences that may wait for it.
+        is_there: whether clients see it; False if its files have gone. It is then unloaded once it has no requests.
     """
 
     name: str
     num_bytes: int
     default_keep_alive: float
     max_waiting: int
+    is_there: bool = True
     keep_alive: float = field(init=False)  # in force until it is unloaded
     phase: Residence = Residence.UNLOADED
     is_closing: bool = False  # takes no new requests, as another model waits for its room
@@ -115,6 +117,8 @@ class OnDemandModel:
 
     def expires_at(self) -> float:
         """Return when it is unloaded unless a request comes."""
+        if not self.is_there:
+            return -math.inf
         return math.inf if self.keep_alive < 0 else max(self.used_at, self.loaded_at) + self.keep_alive
 
 

@@ -62,7 +62,8 @@ class ModelKeeper:
     def add(self, model: ManagedModel, options: BatcherOptions, engine: Callee) -> None:
         """Serve one more model through this link."""
         max_waiting = options.admission(REMOTE).max_queue + options.n_parallel
-        self._models.add(OnDemandModel(model.name, model.num_bytes, model.keep_alive, max_waiting))
+        added = OnDemandModel(model.name, model.num_bytes, model.keep_alive, max_waiting, model.is_there)
+        self._models.add(added)
         self.adapters[model.name] = model.adapters
         self.default_wait_s[model.name] = options.default_deadline_s or None
         self._places[model.name], self._names[model.engine] = model.engine, model.name
@@ -128,6 +129,11 @@ class ModelKeeper:
         self._models.models[name].keep_alive = keep_alive
         self._changed.set()
 
+    def show(self, name: str, is_there: bool) -> None:
+        """Show the model to clients, or hide it and unload it once it has no requests."""
+        self._models.models[name].is_there = is_there
+        self._changed.set()
+
     def drain(self) -> None:
         """Load no more models, and refuse the requests that wait for one."""
         self._models.drain()
@@ -159,6 +165,10 @@ class ModelKeeper:
     def state(self, name: str) -> ModelState:
         """Return the state that clients see."""
         return self._models.models[name].state(trio.current_time())
+
+    def is_there(self, name: str) -> bool:
+        """Return whether clients see the model."""
+        return self._models.models[name].is_there
 
     def is_loaded(self, name: str) -> bool:
         """Return whether the model has an engine."""

@@ -139,24 +139,31 @@ WATCH_S = 2.0
 async def watch_models(
     find_models: Callable[[], list[ModelOnDemand]],
     names: Iterable[str],
+    on_demand: Iterable[ModelOnDemand],
     add: Callable[[ModelOnDemand], Awaitable[None]],
+    show: Callable[[str, bool], Awaitable[None]],
 ) -> None:
-    """Add each model that appears, until cancelled.
+    """Add each model that appears, hide each one that goes, and show it when it is back, until cancelled.
 
     A model is added once two looks have found its files with the same size: a file that is still being copied grows.
 
     Args:
         find_models: returns the models that there are now.
-        names: the names of the models that are served already.
+        names: the names of all models that are served.
+        on_demand: those of them that `find_models` has found.
         add: serves one more model.
+        show: called with the name of a model, and whether clients see it from now on.
     """
     known = set(names)
+    paths = {model.engine.served_model_name: model.engine.model_path for model in on_demand}
+    hidden: set[str] = set()
     sizes: dict[str, int] = {}
     while True:
         await trio.sleep(WATCH_S)
         try:
             found = await trio.to_thread.run_sync(find_models)
-            measured = {model.engine.served_model_name: file_bytes(model.engine.model_path) for model in found}
+            found_paths = {model.engine.served_model_name: model.engine.model_path for model in found}
+            measured = {name: file_bytes(path) for name, path in found_paths.items()}
         except (OSError, OptionError) as error:
             logger.debug("the models are not read again: %s", error)
             continue
@@ -164,6 +171,17 @@ async def watch_models(
             name = model.engine.served_model_name
             if name not in known and sizes.get(name) == measured[name]:
                 known.add(name)
+                paths[name] = model.engine.model_path
                 logger.info("the model %s has appeared", name)
                 await add(model)
+        # A name that is back at another path stays hidden: the engine has the path from before.
+        there = {name for name, path in paths.items() if name in measured and path == found_paths[name]}
+        for name in paths.keys() - there - hidden:
+            hidden.add(name)
+            logger.info("the model %s has gone", name)
+            await show(name, False)
+        for name in [name for name in hidden & there if sizes.get(name) == measured[name]]:
+            hidden.remove(name)
+            logger.info("the model %s is back", name)
+            await show(name, True)
         sizes = measured

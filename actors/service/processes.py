@@ -41,6 +41,7 @@ from genbatch.actors.engine.child_process import (
     ProcessDied,
     ProcessFailed,
     ServingChanged,
+    ShowModel,
     StartEngine,
     StartGateway,
     StopNow,
@@ -324,7 +325,7 @@ class GatewayRunner:
         if await self._child.stop(DrainAndStop(timeout_s, retires)):
             await self._stopped.wait()
 
-    async def tell(self, message: EngineStopped | AddModel) -> None:
+    async def tell(self, message: EngineStopped | AddModel | ShowModel) -> None:
         """Tell the running gateway, if there is one."""
         if self._child is not None:
             await self._child.stop(message)
@@ -337,6 +338,16 @@ class GatewayRunner:
         if self._child is not None and self._has_start:
             await self.tell(AddModel(model))
             await joint.gateway_is_ready(self._child.channel)
+
+    async def show(self, name: str, is_there: bool) -> None:
+        """Show a model on demand to clients or hide it, in the running gateway and in later ones."""
+        models = [
+            msgspec.structs.replace(model, is_there=is_there) if model.name == name else model
+            for model in self._start.on_demand
+        ]
+        self._start = msgspec.structs.replace(self._start, on_demand=tuple(models))
+        if self._has_start:
+            await self.tell(ShowModel(name, is_there))
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Start a process and run until it ends; `started` is called when the gateway listens.
@@ -386,6 +397,9 @@ class GatewayRunner:
         self._has_start = True
         for model in self._start.on_demand[len(start.on_demand) :]:  # added meanwhile
             await child.channel.send(AddModel(model))
+        for before, model in zip(start.on_demand, self._start.on_demand, strict=False):
+            if before.is_there != model.is_there:
+                await child.channel.send(ShowModel(model.name, model.is_there))
         for joint in self._joints:
             await joint.gateway_is_ready(child.channel)
 
@@ -523,7 +537,7 @@ async def open_processes(
             await gateway.add(managed, joint)
 
         if catalog.find_on_demand is not None:
-            nursery.start_soon(watch_models, catalog.find_on_demand, names, add)
+            nursery.start_soon(watch_models, catalog.find_on_demand, names, on_demand, add, gateway.show)
         yield ServiceProcesses(engines, gateway, telemetry, names[num_kept:])
 
 

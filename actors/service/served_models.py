@@ -131,12 +131,13 @@ class ServedModels:
 
     async def _named(self, name: str | None) -> str:
         """Return the model of a name: a model's name, or another name that a model's engine lists."""
-        if name is None:
-            return next(iter(self._engines))
-        if name in self._engines:
+        served = self._served()
+        if name is None and served:
+            return served[0]
+        if name in served:
             return name
         listed: list[str] = []
-        for model in self._engines:
+        for model in served:
             try:
                 names = [card.id for card in await self._cards_of(model)]
             except (Unavailable, ActorDown, CallTimeout):  # it has not started yet, or its link restarts
@@ -144,11 +145,17 @@ class ServedModels:
             if name in names:
                 return model
             listed += names
-        raise ModelNotFound(f"the model {name[:128]!r} is not served here; there is {', '.join(listed)}", field="model")
+        there_is = ", ".join(listed) or "no model now"
+        raise ModelNotFound(f"the model {(name or '')[:128]!r} is not served here; there is {there_is}", field="model")
+
+    def _served(self) -> list[str]:
+        """Return the names of the models that clients see."""
+        keeper = self._keeper
+        return [name for name in self._engines if keeper is None or name not in keeper or keeper.is_there(name)]
 
     async def _cards(self) -> tuple[ModelCard, ...]:
         """Return all cards, or raise: clients would take an incomplete list for the whole."""
-        return tuple([card for model in self._engines for card in await self._cards_of(model)])
+        return tuple([card for model in self._served() for card in await self._cards_of(model)])
 
     async def _cards_of(self, model: str) -> tuple[ModelCard, ...]:
         """Return the cards of a model and its adapters, as far as they are known."""

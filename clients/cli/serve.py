@@ -209,7 +209,7 @@ def serve(
             _check_several(engine, options, fleet, [name_of(one) for one in engines])
         catalog = ModelCatalog(engines)
         if options.models is not None and (folder := written_path(options.models)).is_dir():
-            find = partial(models_on_demand, folder, engine, batcher, options.keep_alive)
+            find = partial(models_on_demand, folder, engine, batcher, options.keep_alive, may_be_none=True)
             catalog = ModelCatalog(engines, find_on_demand=find)
         engine = engines[0].engine if isinstance(engines[0], ModelOnDemand) else engines[0]
         if engine.tensor_parallel > 1 and is_torchrun():

@@ -241,12 +241,13 @@ def _line_of(name: str, text: str) -> int:
 
 
 def models_on_demand(
-    path: Path, engine: EngineOptions, batcher: BatcherOptions, keep_alive: float
+    path: Path, engine: EngineOptions, batcher: BatcherOptions, keep_alive: float, *, may_be_none: bool = False
 ) -> list[ModelOnDemand]:
     """Return the models in a directory, or in a TOML file with a table for each model.
 
     Args:
         engine, batcher, keep_alive: the options of every model, unless its table sets others.
+        may_be_none: whether there may be no model.
 
     Raises:
         OptionError: there is no model, a key is unknown, or a value is wrong; the message names the place.
@@ -256,7 +257,7 @@ def models_on_demand(
         tables = {name: {"model": source} for name, source in on_demand_in(path).items()}
     else:
         tables = _toml(path, "models")[0]
-    if not tables:
+    if not tables and not may_be_none:
         raise OptionError("models", f"there is no model in {path}")
     found = []
     for name, table in tables.items():

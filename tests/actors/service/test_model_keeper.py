@@ -358,7 +358,7 @@ async def test_a_stream_waits_for_its_model_with_heartbeats_and_so_many_may_wait
         nursery.cancel_scope.cancel()
 
 
-async def test_models_are_added_once_their_files_no_longer_grow(
+async def test_models_are_added_once_their_files_no_longer_grow_and_hidden_while_they_have_gone(
     autojump_clock: trio.testing.MockClock, nursery: trio.Nursery, tmp_path: Path
 ) -> None:
     def find() -> list[ModelOnDemand]:
@@ -370,12 +370,17 @@ async def test_models_are_added_once_their_files_no_longer_grow(
         ]
 
     added: list[str] = []
+    send, changes = trio.open_memory_channel[tuple[str, bool]](9)  # a look takes a thread's time, not the clock's
 
     async def add(model: ModelOnDemand) -> None:
         added.append(model.engine.served_model_name)
+        await send.send((added[-1], True))
+
+    async def show(name: str, is_there: bool) -> None:
+        await send.send((name, is_there))
 
     (tmp_path / "a.gguf").write_bytes(b"1")
-    nursery.start_soon(watch_models, find, ["a"], add)
+    nursery.start_soon(watch_models, find, ["kept", "a"], find(), add, show)
     await trio.sleep(3 * WATCH_S)
     for size in range(3):
         (tmp_path / "b.gguf").write_bytes(bytes(1 + size))
@@ -385,5 +390,13 @@ async def test_models_are_added_once_their_files_no_longer_grow(
     await trio.sleep(3 * WATCH_S)
     assert added == []
     (tmp_path / "unreadable").unlink()
+    assert await changes.receive() == ("b", True)
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.gguf").rename(tmp_path / f"{name}.away")
+        assert await changes.receive() == (name, False)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "config.json").touch()  # the name at another path
+    (tmp_path / "b.away").rename(tmp_path / "b.gguf")
+    assert await changes.receive() == ("b", True)
     await trio.sleep(3 * WATCH_S)
-    assert added == ["b"]
+    assert changes.statistics().current_buffer_used == 0 and added == ["b"]

@@ -13,7 +13,7 @@ import trio
 
 from genbatch import Retry, RPCClient, ZeroMQClient
 from genbatch.clients import remote
-from genbatch.proto.errors import Unavailable
+from genbatch.proto.errors import ModelNotFound, Unavailable
 from tests.actors.service.running_service import TIMEOUT_S, RunningService
 from tests.waiting import a_moment
 
@@ -154,3 +154,43 @@ async def test_a_model_that_appears_in_the_directory_is_served_too(
             assert (await client.generate([5, 6, 7], max_tokens=8, model="last")).token_ids == expected
             stats = (await client.stats())["by_model"]
             assert {name: stats[name]["loads"] for name in stats} == {"early": 0, "late": 1, "last": 1}
+
+
+async def test_a_model_that_leaves_the_directory_ends_its_answers_and_is_found_no_longer(
+    tiny_model_dir: Callable[[str], Path],
+    oracle: Callable[[str], Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    models = tmp_path / "models"
+    models.mkdir()
+    for name in ("first", "second"):
+        (models / name).symlink_to(tiny_model_dir("llama"))
+    monkeypatch.setattr(remote, "WINDOW", 8)  # a reader that stands still holds the stream open
+    with RunningService(None, tmp_path, "--models", str(models), "--keep-alive", "-1", "--stall-s", "60") as service:
+        async with ZeroMQClient(service.address, timeout=TIMEOUT_S) as client:
+
+            async def until_listed(*names: str) -> None:
+                while [card.id for card in await client.models()] != [*names]:
+                    await a_moment()
+
+            await client.generate([5], max_tokens=1, model="second")
+            async with client.stream([5, 6, 7], max_tokens=240, ignore_eos=True, model="first") as tokens:
+                assert (await anext(aiter(tokens))).index == 0
+                for name in ("first", "second"):
+                    (models / name).unlink()
+                await until_listed()
+                assert len([token async for token in tokens]) == 239
+            while service.engines:
+                await a_moment()
+            for asked in ("first", None):
+                with pytest.raises(ModelNotFound):
+                    await client.generate([5], max_tokens=1, model=asked)
+            assert (await client.health()).status == "ready"
+            os.kill(service.gateway or 0, signal.SIGKILL)  # the next gateway knows that they have gone
+            service.wait_for("supervisor.restart")
+            await until_listed()
+            (models / "second").symlink_to(tiny_model_dir("llama"))
+            await until_listed("second")
+            expected = oracle("llama").generate([5, 6, 7], 8)
+            assert (await client.generate([5, 6, 7], max_tokens=8)).token_ids == expected
