@@ -8,6 +8,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, get_type_hints
 
@@ -438,15 +439,21 @@ def _check_calls(message: Message, path: str) -> None:
         for name in ("id", "name"):
             _check_text(f"{place}.{name}", getattr(call, name), MAX_NAME_LENGTH)
         _check_text(f"{place}.arguments", call.arguments)
-        try:
-            arguments = json.loads(call.arguments or "{}")
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
-            raise InvalidRequest(f"{place}.arguments", "is not the JSON of an object")
         # JSON may spell what no text has: half a surrogate pair, NaN.
         # guard: arguments of a call that was sent back
-        _check_json(f"{place}.arguments", arguments)
+        _check_json(f"{place}.arguments", call_arguments(call.arguments))
+
+
+def call_arguments(text: str) -> dict[str, Any]:
+    """Return the arguments of a call that was sent back, as an object.
+
+    An answer may have ended inside a call (`max_tokens`), and agents send such a call back. Its text is kept as the
+    value of one argument, since chat templates read an object.
+    """
+    with suppress(ValueError, RecursionError):
+        if isinstance(arguments := json.loads(text or "{}"), dict):
+            return arguments
+    return {"incomplete": text}
 
 
 def _check_tools(request: GenerateRequest) -> None:

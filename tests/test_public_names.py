@@ -2,8 +2,10 @@
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 from importlib import import_module
 from pathlib import Path
 
@@ -53,6 +55,25 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         genbatch.open_bather  # noqa: B018
     with pytest.raises(ImportError):
         from genbatch import open_bather  # noqa: F401
+
+
+def test_the_source_distribution_has_the_tests_the_documents_and_what_they_need(tmp_path: Path) -> None:
+    tracked = ("pyproject.toml", "README.md", "MANIFEST.in", "Makefile", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md")
+    folders = ("actors", "nif", "proto", "clients", "genbatch", "tests", "docs", "examples", "ADRs")
+    copy = tmp_path / "copy"
+    for folder in folders:
+        ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
+        shutil.copytree(ROOT / folder, copy / folder, symlinks=True, ignore=ignored)
+    for name in tracked:
+        shutil.copy(ROOT / name, copy / name)
+    build = "import sys; from setuptools import build_meta; print(build_meta.build_sdist(sys.argv[1]))"
+    command = [sys.executable, "-c", build, str(tmp_path)]
+    subprocess.run(command, cwd=copy, check=True, capture_output=True, timeout=300)
+    (archive,) = tmp_path.glob("genbatch-*.tar.gz")
+    with tarfile.open(archive) as opened:
+        packed = {name.partition("/")[2] for name in opened.getnames()}
+    wanted = {*tracked, *(str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file())}
+    assert sorted(path for path in wanted - packed if "egg-info" not in path) == []
 
 
 def test_the_names_that_call_a_service_import_no_torch() -> None:

@@ -4,7 +4,6 @@ The request's prompt is rendered and tokenized here, on the calling thread; arri
 """
 
 import hashlib
-import json
 import re
 import secrets
 from collections.abc import Callable, Iterator
@@ -54,6 +53,7 @@ from genbatch.proto.messages import (
 )
 from genbatch.proto.validation import (
     Grammar,
+    call_arguments,
     grammar_of,
     has_shape,
     holds_to_tools,
@@ -322,7 +322,7 @@ class Intake:
                 {
                     "type": "function",
                     "id": self._call_id(call.id),
-                    "function": {"name": call.name, "arguments": json.loads(call.arguments or "{}")},
+                    "function": {"name": call.name, "arguments": call_arguments(call.arguments)},
                 }
                 for call in message.tool_calls
             ]

@@ -23,7 +23,7 @@ from genbatch.actors.gateways.addresses import check_address
 from genbatch.actors.gateways.dispatcher import RETRY_AFTER_RESTART_MS, Dispatcher
 from genbatch.actors.gateways.listening import LentSocket, ListeningSockets, address_of
 from genbatch.actors.gateways.session import MAX_WAITING, CallHost, Outbox, RPCSession
-from genbatch.actors.gateways.zeromq_guard import ZeroMQGuard, open_guard
+from genbatch.actors.gateways.zeromq_guard import ZeroMQGuard, is_numbered, open_guard
 from genbatch.actors.runtime.zeromq_socket import Signed, ZeroMQSocket, open_socket
 from genbatch.actors.security.key_files import AddressError
 from genbatch.actors.security.security import Security
@@ -271,6 +271,7 @@ class ZeroMQGateway:
             task_status.started(self.address)
             while True:
                 messages = await self._socket.recv_many_signed(MESSAGES_PER_TURN, BYTES_PER_TURN)
+                self._guard.connections.unfinished.dropped(*self._socket.take_dropped())
                 self._part_from(self._guard.connections.ended())
                 for message in messages:
                     self._receive(message)
@@ -312,6 +313,7 @@ class ZeroMQGateway:
             other = self._peers_by_connection.get(connection)
             # guard: messages of an ended connection beside its successor
             if other is not None and not _is_later(identity, other.identity):
+                self._guard.connections.ignore(identity)
                 return
             peer = self._meet(identity, connection, signed.user_id)
         peer.last_heard = trio.current_time()
@@ -448,11 +450,10 @@ def _is_later(identity: bytes, other: bytes) -> bool:
     """Return whether of two clients with the same descriptor the first one connected later.
 
     libzmq delivers the messages of a connection after the connection's end, beside messages of the next connection with
-    the same descriptor. It numbers clients without an identity of their own: a zero byte, and four bytes that count up.
+    the same descriptor. It numbers clients without an identity of their own.
     """
-    is_numbered, is_other_numbered = (len(one) == 5 and one[0] == 0 for one in (identity, other))
-    if not (is_numbered and is_other_numbered):
-        return is_numbered or not is_other_numbered or identity == other
+    if not (is_numbered(identity) and is_numbered(other)):
+        return is_numbered(identity) or not is_numbered(other) or identity == other
     difference = int.from_bytes(identity[1:]) - int.from_bytes(other[1:])
     return difference % 2**32 < 2**31
 

@@ -26,6 +26,7 @@ fill the room, the gateway accepts no new connections: a peer cannot fill more m
 
 import array
 import contextlib
+import errno
 import fcntl
 import logging
 import math
@@ -61,8 +62,10 @@ SPARE_FOR_WHOLE = 4
 # A whole frame counts as so many bytes more than it has: libzmq takes 64 for it, and taking it takes time. So 32,768
 # small messages fill the room, twice as many as one client may send at once.
 FRAME_COST = 2048
-# A client with at most this much in libzmq's queue is not ended for the queue of others.
-SMALL = 2**16
+# A client with at most SMALL in libzmq's queue is not ended for the queue of others. If the messages of ended
+# connections fill the room, ending more connections makes no room. So then a client may have LARGE: before its first
+# message is taken, a prompt of 6 KiB may count as much.
+SMALL, LARGE = 2**16, 2**22
 # Seconds between two checks while bytes arrive, and while they come faster than they are taken: libzmq reads 100,000
 # small messages in 0.01 s.
 LOOK_S, HURRY_S = 0.01, 0.001
@@ -152,8 +155,11 @@ class UnfinishedMessages:
             return
         try:
             copy = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=os.dup(connection))
-        except OSError:  # it has ended, as libzmq will report; or no descriptor is left
-            self._end(connection)
+        except OSError as fault:
+            # EBADF: the connection has ended, as libzmq will report, and the next one may get its descriptor any time.
+            # guard: descriptor of an ended connection
+            if fault.errno != errno.EBADF:  # no descriptor is left to watch it
+                self._end(connection)
             return
         self.ended(connection)
         self._num_accepted += 1
@@ -209,6 +215,10 @@ class UnfinishedMessages:
         # While no message waited, this message had not ended, so all bytes until then came before its end.
         arrived.taken = max(arrived.taken + size, arrived.settled)
         arrived.since, arrived.weight = trio.current_time(), weight
+
+    def dropped(self, num_frames: int, num_bytes: int) -> None:
+        """Book the frames of ended connections that were dropped."""
+        self._left -= min(self._left, num_bytes + num_frames * (2 + self._frame_bytes + FRAME_COST))
 
     def has_read(self, connection: int, num_bytes: int) -> bool:
         """Return whether libzmq has read so many bytes of a connection; True if the connection is not watched."""
@@ -294,17 +304,20 @@ class UnfinishedMessages:
     def _keep_queue_short(self, room: int) -> None:
         """End connections until no more messages wait than fit: first those with most."""
         costs = {connection: self._cost(one) for connection, one in self._arrived.items() if not one.is_ending}
-        excess = self._queued() - room
+        excess = sum(costs.values()) - room
+        is_full = self._left + sum(costs.values()) > room
         for connection in sorted(costs, key=costs.__getitem__, reverse=True):
             # guard: whole messages of strangers
-            if excess <= 0 or costs[connection] <= SMALL:
+            if costs[connection] <= (SMALL if excess > 0 else LARGE) or not is_full:
                 return
             excess -= costs[connection]
             self._cut_off(connection)
 
     def _cost(self, arrived: HeldBytes) -> int:
         """Return the cost of what a connection has in libzmq's queue, if all of it are whole messages."""
-        return int(arrived.num_held * (self._weight if arrived.weight is None else arrived.weight))
+        if arrived.weight is None:  # its handshake is no message
+            return int(max(0, arrived.num_held - HANDSHAKE_BYTES) * self._weight)
+        return int(arrived.num_held * arrived.weight)
 
     def _queued(self) -> int:
         return self._left + sum(map(self._cost, self._arrived.values()))
@@ -354,6 +367,8 @@ def discard(connection: socket.socket) -> int:
 MAX_MESSAGES_AT_ONCE, MAX_BYTES_AT_ONCE = 16384, 2**28
 # A TCP connection has a second descriptor, by which its bytes are counted.
 DESCRIPTORS = 2
+# Clients whose messages are dropped: enough for all connections that fill the room.
+MAX_IGNORED = 16384
 # The share by which connections may exceed the limit until all received messages are taken.
 SPARE = 4
 EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
@@ -369,6 +384,7 @@ class ZeroMQConnections:
             pushes itself out, and a client that speaks at once gets in.
         has_unread: whether messages have arrived that were not taken yet: a silent client may have sent one of them.
         is_encrypted: whether the connections use CURVE.
+        ignored: gets the identities of clients whose messages are to be dropped.
     """
 
     def __init__(
@@ -378,8 +394,10 @@ class ZeroMQConnections:
         has_unread: Callable[[], bool] = lambda: False,
         *,
         is_encrypted: bool = False,
+        ignored: dict[bytes, None] | None = None,
     ) -> None:
         self._monitor = monitor
+        self._ignored = {} if ignored is None else ignored
         self._limit = limit
         self._has_unread = has_unread
         self.has_accepted = False  # set at the first connection
@@ -410,7 +428,8 @@ class ZeroMQConnections:
         """
         self.unfinished.took(connection, frames)
         if connection is None or connection not in self:
-            return False  # the client is gone, so no answer is needed
+            self.ignore(identity)  # the client is gone, so no answer is needed
+            return False
         counts = self._taken.setdefault(identity, [0, 0])
         counts[0] += 1
         counts[1] += sum(map(len, frames))
@@ -424,9 +443,20 @@ class ZeroMQConnections:
             self.end(connection)
         return False
 
+    def ignore(self, identity: bytes) -> None:
+        """Drop the other messages that an ended connection has left, ten times faster than they are taken.
+
+        A client with an identity of its own may be back, and have another connection.
+        """
+        if is_numbered(identity):
+            self._ignored[identity] = None
+            if len(self._ignored) > MAX_IGNORED:
+                del self._ignored[next(iter(self._ignored))]
+
     def emptied(self) -> None:
         """Reset the counts, since all received messages were taken; silent clients have sent nothing."""
         self._taken.clear()
+        self._ignored.clear()
         self.unfinished.emptied()
         self._keep_limit()
 
@@ -443,7 +473,11 @@ class ZeroMQConnections:
 
     def ended(self) -> list[int]:
         """Return the connections that have ended since the last call."""
-        return self._take(self._monitor.try_recv_many(1024))
+        ended = []
+        # guard: all events before a message
+        while events := self._monitor.try_recv_many(1024):
+            ended += self._take(events)
+        return ended
 
     def _take(self, messages: list[Frames]) -> list[int]:
         ended = []
@@ -459,7 +493,8 @@ class ZeroMQConnections:
                 self._open.discard(connection)
                 self._silent.pop(connection, None)
                 self._ending.discard(connection)
-                self._identities.pop(connection, None)
+                if (identity := self._identities.pop(connection, None)) is not None:
+                    self.ignore(identity)
                 self.unfinished.ended(connection)
                 ended.append(connection)
         return ended
@@ -496,6 +531,11 @@ def _shut_down(connection: int, name: int | str) -> None:
                 borrowed.shutdown(socket.SHUT_RDWR)
         finally:
             borrowed.detach()
+
+
+def is_numbered(identity: bytes) -> bool:
+    """Return whether libzmq chose an identity: a zero byte, and four bytes that count up for each connection."""
+    return len(identity) == 5 and identity[0] == 0
 
 
 ADDRESS = "inproc://zeromq.zap.01"
@@ -610,6 +650,10 @@ async def open_guard(socket: ZeroMQSocket, keys: ServerKeys | None) -> AsyncIter
         monitor = await stack.enter_async_context(monitored(socket, EVENTS))
         zap = await stack.enter_async_context(open_zap_handler(socket, keys)) if keys is not None else None
         connections = ZeroMQConnections(
-            monitor, max_connections() // DESCRIPTORS, socket.has_messages, is_encrypted=keys is not None
+            monitor,
+            max_connections() // DESCRIPTORS,
+            socket.has_messages,
+            is_encrypted=keys is not None,
+            ignored=socket.ignored,
         )
         yield ZeroMQGuard(connections, keys, zap)

@@ -9,8 +9,10 @@ A ZeroMQ socket's file descriptor is edge-triggered and tells of "some event", w
 So one task per socket waits for it, and the socket's events are read again after every operation, by whoever did it.
 """
 
+import ctypes
+import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,6 +31,8 @@ HANDSHAKE_IVL = 5000
 HEARTBEAT_IVL, HEARTBEAT_TIMEOUT, HEARTBEAT_TTL = 1000, 10_000, 10_000
 
 
+# The most messages of ignored clients that are dropped at once, some milliseconds.
+_MAX_DROPPED = 4096
 # Plain numbers: pyzmq's members of enums take longer to pass on.
 _NOBLOCK, _SRCFD = int(zmq.NOBLOCK), int(zmq.SRCFD)
 
@@ -53,6 +57,9 @@ class ZeroMQSocket:
 
     `send`, `recv` and `recv_many` may be cancelled at any time: either the message passed and the call returned, or
     it did not and the call raised Cancelled. All of it is for the event loop's thread.
+
+    Attributes:
+        ignored: identities of clients; `recv_many_signed` drops their messages.
     """
 
     def __init__(self, socket: "zmq.Socket[bytes]") -> None:
@@ -63,6 +70,8 @@ class ZeroMQSocket:
         self._receivers = trio.lowlevel.ParkingLot()
         self._senders = trio.lowlevel.ParkingLot()
         self._closed = False
+        self.ignored: dict[bytes, None] = {}
+        self._dropped = (0, 0)
 
     @property
     def context(self) -> "zmq.Context[zmq.Socket[bytes]]":
@@ -118,11 +127,18 @@ class ZeroMQSocket:
     async def recv_many_signed(self, max_messages: int, max_bytes: int) -> list["Signed"]:
         """As `recv_many`, with who sent each message; for sockets that others connect to.
 
+        Returns fewer messages, or none, if ignored clients have sent many.
+
         Args:
             max_bytes: nothing more is taken once they have so many.
         """
         take = partial(self._recv_many_signed_now, max_messages, max_bytes)
         return await self._operate(take, self._receivers, zmq.POLLIN)
+
+    def take_dropped(self) -> tuple[int, int]:
+        """Return the frames and the bytes of ignored clients since the last call."""
+        dropped, self._dropped = self._dropped, (0, 0)
+        return dropped
 
     def try_recv_many(self, max_messages: int) -> list[Frames]:
         """The messages that are there now, `max_messages` at most; none once the socket was closed."""
@@ -243,10 +259,8 @@ class ZeroMQSocket:
         parts: Frames = self._socket.recv_multipart(zmq.NOBLOCK)
         return parts
 
-    def _recv_signed_now(self) -> "Signed":
-        # A flood of small messages is dropped at this speed, so each call counts: `more` of a frame costs a tenth of
-        # getsockopt(RCVMORE), and only one frame needs to be an object.
-        identity = self._socket.recv(_NOBLOCK)
+    def _recv_signed_now(self, identity: bytes) -> "Signed":
+        # `more` of a frame costs a tenth of getsockopt(RCVMORE), and only one frame needs to be an object.
         frame = self._socket.recv(_NOBLOCK, False)
         connection = _property(frame, _SRCFD)
         user_id = str(_property(frame, "User-Id") or "") if self._has_user_ids else ""
@@ -257,12 +271,31 @@ class ZeroMQSocket:
         return Signed(user_id, None if connection is None else int(connection), parts)
 
     def _recv_many_signed_now(self, max_messages: int, max_bytes: int) -> list["Signed"]:
-        messages = [self._recv_signed_now()]
-        with suppress(zmq.Again):
-            while len(messages) < max_messages and max_bytes > (size := sum(map(len, messages[-1].parts))):
-                max_bytes -= size
-                messages.append(self._recv_signed_now())
+        receive, messages, num_dropped = self._socket.recv, [], 0
+        try:
+            while num_dropped < _MAX_DROPPED:
+                identity = receive(_NOBLOCK)
+                if identity in self.ignored:
+                    self._drop()
+                    num_dropped += 1
+                    continue
+                messages.append(message := self._recv_signed_now(identity))
+                max_bytes -= sum(map(len, message.parts))
+                if len(messages) == max_messages or max_bytes <= 0:
+                    break
+        except zmq.Again:
+            if not messages and not num_dropped:
+                raise
         return messages
+
+    def _drop(self) -> None:
+        """Take the frames behind an identity."""
+        num_frames, num_bytes = self._dropped
+        has_more = True
+        while has_more:
+            frame = self._socket.recv(_NOBLOCK, False)
+            num_frames, num_bytes, has_more = num_frames + 1, num_bytes + len(frame), frame.more
+        self._dropped = num_frames, num_bytes
 
     def _send_now(self, parts: Sequence[bytes]) -> None:
         self._socket.send_multipart(parts, zmq.NOBLOCK)
@@ -312,6 +345,10 @@ async def open_socket(kind: int, *, linger_ms: int = 0) -> AsyncIterator[ZeroMQS
         linger_ms: how long the end waits for unsent messages to leave.
     """
     context = zmq.Context()
+    # libzmq numbers a ROUTER's clients from rand() on, and seeds it nowhere: the first was 0x6b8b4567 in every process.
+    # A peer may claim a number as its identity, and the client that gets this number makes libzmq abort the process.
+    # guard: numbers of clients
+    ctypes.CDLL(None).srand(ctypes.c_uint(secrets.randbits(32)))
     raw = context.socket(kind)
     set_defaults(raw)
     try:

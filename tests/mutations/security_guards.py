@@ -115,6 +115,12 @@ SECURITY_GUARDS = (
         "a web page reaches the ZeroMQ gateway",
     ),
     Mutation(
+        "numbers of clients",
+        dropped,
+        ("actors/gateways/test_raw_zmtp.py::test_nobody_can_foresee_the_number_of_the_next_client_and_claim_it",),
+        "a peer that claims the next client's number ends the gateway's process",
+    ),
+    Mutation(
         "token before anything, HTTP",
         always,
         ("actors/gateways/http/test_http_gateway.py::test_a_token_opens_the_service_in_the_name_it_goes_with",),

@@ -6,6 +6,7 @@ from tests.mutations.mutation import (
     argument_becomes,
     dropped,
     never,
+    replaced_by,
     value_becomes,
     without_operand,
 )
@@ -255,6 +256,24 @@ WIRE_GUARDS = (
             "test_messages_that_an_ended_connection_left_do_not_end_a_client_that_has_said_nothing_yet",
         ),
         "a flood that has ended cuts off the next client with its descriptor",
+    ),
+    Mutation(
+        "descriptor of an ended connection",
+        always,
+        (
+            "actors/gateways/test_zeromq_endless.py::"
+            "test_the_event_of_a_connection_that_has_ended_ends_no_other_that_has_its_descriptor",
+        ),
+        "a newcomer in a flood is ended, and its request is lost",
+    ),
+    Mutation(
+        "all events before a message",
+        replaced_by("ended += self._take(self._monitor.try_recv_many(1024))"),
+        (
+            "actors/gateways/test_zeromq_endless.py::"
+            "test_the_events_of_all_connections_are_read_before_a_message_is_judged",
+        ),
+        "the request of a newcomer in a flood is dropped as one of an ended connection",
     ),
     Mutation(
         "half messages of strangers",

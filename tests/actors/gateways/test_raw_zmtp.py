@@ -1,5 +1,6 @@
 """Peers that speak ZeroMQ byte by byte, in versions and ways that no client of today does: they end alone."""
 
+import ctypes
 import struct
 
 import msgpack
@@ -113,6 +114,19 @@ async def test_a_peer_cannot_claim_another_connection_or_user() -> None:
             await received_until(stream, b"finish_reason")
         assert [peer.key for peer in gateway._peers.values()] == ["", ""]
         await goes_on(batcher, honest)
+
+
+async def test_nobody_can_foresee_the_number_of_the_next_client_and_claim_it() -> None:
+    """libzmq aborts the process that gives a client a number that another one has claimed."""
+    numbers = []
+    for _ in range(2):
+        ctypes.CDLL(None).srand(1)  # as a new process begins
+        async with open_socket(zmq.ROUTER) as router, open_socket(zmq.DEALER) as honest:
+            honest.connect(router.bind("tcp://127.0.0.1:*"))
+            await honest.send([b"a"])
+            (message,) = await router.recv_many_signed(1, 1000)
+            numbers.append(int.from_bytes(message.parts[0]))
+    assert abs(numbers[0] - numbers[1]) > 1000
 
 
 async def test_a_message_of_an_unknown_connection_is_dropped_alone() -> None:

@@ -1,16 +1,24 @@
 """Messages without an end, and frames that claim to be huge, byte by byte: nothing that libzmq would send itself."""
 
+import errno
+import os
 import socket
+import struct
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import cast
+from unittest.mock import Mock
 
 import msgpack
 import pytest
 import trio
 import trio.testing
+import zmq
 
 from genbatch.actors.gateways import zeromq_guard
+from genbatch.actors.gateways.zeromq_gateway import MESSAGES_PER_TURN
 from genbatch.actors.gateways.zeromq_guard import UnfinishedMessages
 from genbatch.actors.runtime import zeromq_socket
 from genbatch.actors.runtime.zeromq_socket import Signed
@@ -209,6 +217,86 @@ async def test_the_clients_with_most_small_messages_make_room_and_small_queues_s
     scripted.come(polite, 1)
     assert scripted.ended == [flood] or scripted.ended == [flood, large]
     assert polite not in scripted.ended
+
+
+async def test_a_newcomer_is_not_ended_because_others_have_filled_the_room_and_a_flood_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scripted = Scripted(monkeypatch)
+    scripted.has_unread = True
+    scripted.unfinished._left = 2 * zeromq_guard.MAX_UNFINISHED * zeromq_guard.SPARE_FOR_WHOLE
+    scripted.unfinished._weight = float(zeromq_guard.FRAME_COST)  # of messages of one byte
+    newcomer, large, flood = range(3)
+    scripted.come(newcomer, 139)  # its handshake, and a request
+    scripted.come(large, zeromq_guard.HANDSHAKE_BYTES + 2000)
+    assert not scripted.ended
+    scripted.come(flood, 30_000)
+    assert scripted.ended == [flood]
+
+
+async def test_the_event_of_a_connection_that_has_ended_ends_no_other_that_has_its_descriptor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended: list[int] = []
+    unfinished = UnfinishedMessages(ended.append, lambda: True, is_encrypted=False)
+    reader, writer = os.pipe()
+    os.close(reader)
+    unfinished.begin(reader)
+    assert ended == []
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "dup", Mock(side_effect=OSError(errno.EMFILE, "no descriptor is left")))
+        unfinished.begin(writer)
+    assert ended == [writer]
+    os.close(writer)
+
+
+async def test_the_events_of_all_connections_are_read_before_a_message_is_judged() -> None:
+    class Monitor:
+        def __init__(self) -> None:
+            self.begun = [*range(100, 3100)]
+
+        def try_recv_many(self, most: int) -> list[list[bytes]]:
+            begun, self.begun = self.begun[:most], self.begun[most:]
+            return [[struct.pack("=HI", zmq.EVENT_ACCEPTED, one), b""] for one in begun]
+
+    connections = zeromq_guard.ZeroMQConnections(cast(zeromq_socket.ZeroMQSocket, Monitor()), 5000)
+    connections.ended()
+    assert connections.took(3099, b"\0" + bytes(4), [b"a request"])
+
+
+async def test_what_an_ended_connection_has_left_is_dropped_without_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_take = trio.Event()
+    take, judge = zeromq_socket.ZeroMQSocket.recv_many_signed, zeromq_guard.ZeroMQConnections.took
+    judged: Counter[bytes] = Counter()
+
+    async def take_later(socket: zeromq_socket.ZeroMQSocket, most: int, most_bytes: int) -> list[Signed]:
+        await may_take.wait()
+        return await take(socket, most, most_bytes)
+
+    def count(
+        connections: zeromq_guard.ZeroMQConnections, connection: int | None, identity: bytes, frames: Sequence[bytes]
+    ) -> bool:
+        judged[identity] += 1
+        return judge(connections, connection, identity, frames)
+
+    monkeypatch.setattr(zeromq_socket.ZeroMQSocket, "recv_many_signed", take_later)
+    monkeypatch.setattr(zeromq_guard.ZeroMQConnections, "took", count)
+    async with listening("tcp://127.0.0.1:*", Security()) as (_, gateway), dealer(gateway.address) as honest:
+        port, connections = int(gateway.address.rpartition(":")[2]), gateway._guard.connections
+        await tell(honest, [0, 1, "generate", [{"prompt": "a b"}]])
+        async with await zmtp_stream(port) as stream:
+            await stream.send_all(b"\x00\x01x" * 5000)
+            while len(connections) < 2:
+                await a_moment()
+        while len(connections) > 1:
+            await a_moment()
+        may_take.set()
+        assert (await hear(honest))[3]["text"] == "ab"
+        assert (await ask(honest, [0, 2, "generate", [{"prompt": "a b"}]]))[3]["text"] == "ab"
+        while gateway._socket.has_messages():
+            await a_moment()
+        assert 2 in judged.values() and max(judged.values()) <= MESSAGES_PER_TURN
+        assert connections.unfinished._left == 0
 
 
 async def test_who_floods_whole_messages_and_connects_again_waits_until_they_are_taken(

@@ -4,6 +4,7 @@ import random
 import select
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
 import trio
@@ -104,21 +105,50 @@ async def test_a_sender_waits_for_room_and_loses_nothing_when_cancelled() -> Non
 
 async def test_no_more_is_taken_at_once_than_so_many_messages_or_so_many_bytes() -> None:
     class Full(ZeroMQSocket):
-        def __init__(self, sizes: list[int]) -> None:
+        def __init__(self, socket: "zmq.Socket[bytes]", sizes: list[int]) -> None:
+            super().__init__(socket)
             self.sizes = sizes
+            self._socket = SimpleNamespace(recv=self._next_identity)  # type: ignore[assignment]
 
-        def _recv_signed_now(self) -> Signed:
+        def _next_identity(self, _flags: int) -> bytes:
             if not self.sizes:
                 raise zmq.Again
+            return b"identity"
+
+        def _recv_signed_now(self, identity: bytes) -> Signed:
             return Signed("", 9, [b"", b"x" * self.sizes.pop(0)])
 
-    full = Full([10, 60, 50, 10, 10, 10, 200, 10])
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        full = Full(router, [10, 60, 50, 10, 10, 10, 200, 10])
     batches = []
     while full.sizes:
         batches.append([len(one.parts[1]) for one in full._recv_many_signed_now(3, 100)])
     assert batches == [[10, 60, 50], [10, 10, 10], [200], [10]]
     with pytest.raises(zmq.Again):
         full._recv_many_signed_now(3, 100)
+
+
+async def test_messages_of_ignored_clients_are_dropped_and_counted_and_the_others_keep_their_order() -> None:
+    async with open_socket(zmq.ROUTER) as router:
+        address = router.bind("tcp://127.0.0.1:*")
+        async with open_socket(zmq.DEALER) as gone, open_socket(zmq.DEALER) as honest:
+            for dealer in (gone, honest):
+                dealer.connect(address)
+            await gone.send([b"first"])
+            (first,) = await router.recv_many_signed(1, 1000)
+            router.ignored[first.parts[0]] = None
+            for _ in range(20):
+                await gone.send([b"x", b"", b"yz"])
+            received: list[bytes] = []
+            dropped = [0, 0]
+            for number in range(20):
+                await honest.send([b"%d" % number])
+            while len(received) < 20 or dropped[0] < 60:
+                messages = await router.recv_many_signed(64, 2**16)
+                received += [message.parts[1] for message in messages]
+                dropped = [before + more for before, more in zip(dropped, router.take_dropped(), strict=True)]
+            assert received == [b"%d" % number for number in range(20)]
+            assert dropped == [60, 60] and router.take_dropped() == (0, 0)
 
 
 async def test_two_tasks_that_send_and_receive_on_one_socket_wake_each_other() -> None:
