@@ -48,19 +48,25 @@ class GraphKey:
     kv_len: int
 
 
+MOST_CAPTURED_TOKENS = 2048
+"""Of a step with prompts: with more, the GPU takes longer than the host takes to launch the step."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphOptions:
-    """Settings for capturing decode steps.
+    """Settings for capturing steps.
 
     Args:
         q_padding_interval_size, kv_padding_interval_size, max_cached_graphs: as in EngineOptions.
         max_batch_size: larger steps run eagerly.
+        max_prompt_tokens: steps with prompts of more tokens run eagerly; 0 captures none.
     """
 
     q_padding_interval_size: int = 0
     kv_padding_interval_size: int = 0
     max_cached_graphs: int = 64
     max_batch_size: int = 256
+    max_prompt_tokens: int = 0
 
     def __post_init__(self) -> None:
         for option, least in (
@@ -68,6 +74,7 @@ class GraphOptions:
             ("kv_padding_interval_size", 0),
             ("max_cached_graphs", 1),
             ("max_batch_size", 1),
+            ("max_prompt_tokens", 0),
         ):
             if getattr(self, option) < least:
                 raise OptionError(option, f"must be at least {least}, not {getattr(self, option)}")
@@ -79,6 +86,12 @@ class GraphOptions:
         sizes = [size for size in sizes if size < limit] + [limit]
         # The largest stays, so that every step has a size.
         return sizes[::-1][:: -(-len(sizes) // self.max_cached_graphs)][::-1]
+
+    def prompt_sizes(self) -> list[int]:
+        """Return the padded numbers of tokens of steps with prompts, ascending; padding is a fifth at most from 256."""
+        limit = self.max_prompt_tokens
+        sizes = [*range(64, 512, 64), *range(512, 1024, 128), *range(1024, limit, 256)]
+        return [size for size in sizes if size < limit] + ([limit] if limit else [])
 
     def key(self, num_tokens: int, max_kv_len: int, longest: int) -> GraphKey | None:
         """Return the size that a step is padded to; None for a step with more rows than any size.
@@ -219,7 +232,7 @@ class EngineOptions:
         for source in self.lora:
             if not all(source.partition("=")):
                 raise OptionError("lora", f"{source!r} is not NAME=DIR")
-        self.graphs(1)
+        self.graphs(1, 1)
 
     def on_device(self, kind: str) -> "EngineOptions":
         """Return the options with the defaults of a kind of device: "cpu" or "cuda"."""
@@ -232,8 +245,8 @@ class EngineOptions:
         """Return the positions that `n_ctx` sets; None if only memory and the other limits bound the pool."""
         return self.n_ctx or None
 
-    def graphs(self, num_sequences: int) -> GraphOptions:
-        """Return the settings for capturing decode steps of at most `num_sequences` sequences.
+    def graphs(self, num_sequences: int, num_tokens: int) -> GraphOptions:
+        """Return the settings for capturing steps of at most `num_sequences` sequences and `num_tokens` tokens.
 
         Raises:
             OptionError: a padding or a count is out of range.
@@ -243,6 +256,7 @@ class EngineOptions:
             kv_padding_interval_size=self.kv_padding_interval_size,
             max_cached_graphs=self.max_cached_graphs,
             max_batch_size=num_sequences,
+            max_prompt_tokens=min(num_tokens, MOST_CAPTURED_TOKENS),
         )
 
 

@@ -266,7 +266,7 @@ def model_cards(ctx: Context, n_parallel: int) -> tuple[ModelCard, ...]:
         dtype=str(model.dtype).removeprefix("torch."),
         quantize=runner.quantize,
         runner=runner.name,
-        device=str(runner.device),
+        device=str(model.device),
         embedding_size=pooling.size if pooling is not None and pooling.embeds else None,
         generates=model.generates,
         labels=pooling.scoring.labels if pooling is not None and pooling.scoring is not None else (),

@@ -200,7 +200,7 @@ class DecodeFloor:
 
         The step also finds each row's likeliest token, as greedy decoding needs it.
         """
-        runner = self._new_runner(sequences)
+        runner = self._new_runner(sequences, sequences)
         blocks = -(-context // self._options.block_size)
         runner.allocate([sequences * blocks] * len(runner.groups), self._options.block_size)
         try:

@@ -44,7 +44,9 @@ log = logging.getLogger("genbatch")
 class Engine:
     """A model in memory; `open_context` gives each new Batcher a fresh KV pool."""
 
-    def __init__(self, model: Model, options: EngineOptions, new_runner: Callable[[int], Runner] | None = None) -> None:
+    def __init__(
+        self, model: Model, options: EngineOptions, new_runner: Callable[[int, int], Runner] | None = None
+    ) -> None:
         options = options.on_device(model.device.type)
         self.model = model
         self.options = options
@@ -104,7 +106,7 @@ class Engine:
         self, n_parallel: int, n_held: int, n_batch: int, drafter: DraftModel | None, reserved: int
     ) -> Context:
         options = self.options
-        runner = self._new_runner(n_parallel)
+        runner = self._new_runner(n_parallel, n_batch)
         size = self._cache_size(runner, n_parallel, n_held, n_batch, reserved)
         is_free = options.positions is None and options.num_blocks is None and options.max_tokens_in_cache is None
         if size.limited_by not in ("n_ctx", "num_blocks") and not is_free:
@@ -311,7 +313,7 @@ def _load_engine(options: EngineOptions, progress: Progress | None) -> Engine:
         # Each rank keeps only its share, so no GPU ever holds the whole model.
         load = partial(_load_model, options.model_path, dtype=options.dtype, n_gpu_layers=0, progress=progress)
         shard, new_runner = open_ranks(options, load)
-        return Engine(shard, options, lambda _: new_runner())
+        return Engine(shard, options, lambda *_: new_runner())
     on_cpu, reason = options.n_gpu_layers == 0 or not torch.cuda.is_available(), None
     if on_cpu and options.runner in ("auto", "native") and options.pooling in ("", RANK):
         report = progress or no_progress
@@ -392,7 +394,7 @@ def packs_weights(options: EngineOptions) -> bool:
     return options.quantize not in ("auto", "none")
 
 
-def choose_runner(model: Model, options: EngineOptions) -> Callable[[int], Runner]:
+def choose_runner(model: Model, options: EngineOptions) -> Callable[[int, int], Runner]:
     """Return a function that makes a new context's runner from the most sequences that decode at once.
 
     The weights are packed once, during this call.
@@ -415,7 +417,7 @@ def choose_runner(model: Model, options: EngineOptions) -> Callable[[int], Runne
         return _triton(model, options)
     if options.runner == "torch" or on_gpu:
         _refuse_formats(options, "the torch runner computes in the model's dtype")
-        return lambda _: _torch_runner(model)
+        return lambda *_: _torch_runner(model)
     if options.quantize in GPU_ONLY:
         raise OptionError("quantize", f"{options.quantize} is for the triton runner on a GPU; a CPU has int8 and int4")
     try:
@@ -427,12 +429,12 @@ def choose_runner(model: Model, options: EngineOptions) -> Callable[[int], Runne
             raise OptionError("runner", f"native cannot run {model.name}: {unavailable.reason}") from unavailable
         _refuse_formats(options, f"the native runner cannot run {model.name}: {unavailable.reason}")
         log.warning("%s runs in torch, about three times slower than natively: %s", model.name, unavailable.reason)
-        return lambda _: _torch_runner(model)
+        return lambda *_: _torch_runner(model)
     kv_dtype = None if options.kv_cache_dtype == "auto" else getattr(torch, options.kv_cache_dtype)
-    return lambda _: NativeRunner(weights, kv_dtype=kv_dtype, n_threads=options.n_threads or None)
+    return lambda *_: NativeRunner(weights, kv_dtype=kv_dtype, n_threads=options.n_threads or None)
 
 
-def _pooling_runner(model: Model, options: EngineOptions) -> Callable[[int], Runner]:
+def _pooling_runner(model: Model, options: EngineOptions) -> Callable[[int, int], Runner]:
     """Return the runners for models that read hidden states: only these runners return the states."""
     gives = "embeddings" if model.pooling is None or model.pooling.embeds else "scores by a head of its own"
     reason = f"{model.name} gives {gives}, which torch computes"
@@ -445,10 +447,10 @@ def _pooling_runner(model: Model, options: EngineOptions) -> Callable[[int], Run
     from genbatch.nif.runners.torch_runner import TorchRunner
 
     runner = EncoderRunner if model.pooling is not None and model.pooling.reads_whole else TorchRunner
-    return lambda _: runner(model)
+    return lambda *_: runner(model)
 
 
-def _triton(model: Model, options: EngineOptions) -> Callable[[int], Runner]:
+def _triton(model: Model, options: EngineOptions) -> Callable[[int, int], Runner]:
     _refuse_kv_dtype(options, "a GPU keeps keys and values in the model's dtype")
     if model.device.type != "cuda":
         raise OptionError("runner", f"triton needs a CUDA device, and {model.name} is on {model.device}")
@@ -463,7 +465,7 @@ def _triton(model: Model, options: EngineOptions) -> Callable[[int], Runner]:
             raise OptionError("runner", f"triton cannot run {model.name}: {reason}") from error
         _refuse_formats(options, f"triton cannot run {model.name}: {reason}")
         log.info("%s runs in torch: %s", model.name, reason)
-        return lambda _: _torch_runner(model)
+        return lambda *_: _torch_runner(model)
     quantize = options.quantize if packs_weights(options) else "none"
     if quantize != "none" and not is_packed(model):
         model = pack_model(model, quantize, model.device)
@@ -472,9 +474,9 @@ def _triton(model: Model, options: EngineOptions) -> Callable[[int], Runner]:
     pinned = options.positions if options.num_blocks is None else None
     in_pool = model.max_position if pinned is None else -(-pinned // options.block_size) * options.block_size
     longest = min(model.max_position, in_pool)
-    return lambda n_parallel: TritonRunner(
+    return lambda n_parallel, n_batch: TritonRunner(
         model,
-        graphs=options.graphs(n_parallel) if captures else None,
+        graphs=options.graphs(n_parallel, n_batch) if captures else None,
         longest=longest,
         batch_invariant=options.batch_invariant,
         quantize=quantize,

@@ -15,7 +15,8 @@ _FLAT_SHARES = tl.constexpr(32)  # of this size; behind them
 _SHARES_PER_DOUBLING = tl.constexpr(16)  # of twice the size, then of four times the size, ...
 _DOUBLINGS = tl.constexpr(17)  # reach 2**30 positions
 _REGISTERS = 65_536  # of a multiprocessor
-_LARGE_SHARED_MEMORY = 228 * 1024  # bytes of a multiprocessor from 9.0 on, but for 12.0
+LARGE_SHARED_MEMORY = 228 * 1024
+"""Bytes of a multiprocessor from 9.0 on, but for 12.0."""
 _BLOCK_OVERHEAD = 1024  # bytes of shared memory that the device takes for each program
 
 
@@ -42,7 +43,7 @@ def tile_shape(
     *,
     decode: bool,
     in_order: bool = False,
-    shared_memory: int = _LARGE_SHARED_MEMORY,
+    shared_memory: int = LARGE_SHARED_MEMORY,
 ) -> Tile:
     """The tile for `group` query heads a KV head, whose elements take `element_size` bytes.
 
@@ -60,13 +61,14 @@ def tile_shape(
     if decode or in_order:
         # Triton 3.6 spills registers with more keys for wide heads, and for heads that a mask cuts from a tile of 128.
         keys = 16 if wide else 32 if 64 < head_size < 128 else 64
-        # The block ids, which addresses wait for, take stages too: what is left doubles the keys' and values' buffers.
-        stages = 5 if decode else 3 if keys == 64 else 2
+        # The block ids, which addresses wait for, take stages too. With 5, keys and values have two buffers each, and
+        # with 4 one. On an H100 both were as fast: registers allow three programs either way.
+        stages = (4 if keys == 64 else 5) if decode else 3 if keys == 64 else 2
         # By itself ptxas takes fewer registers than there are, and spills some: in wide chunks with Triton 3.6, and in
         # decodes of heads of 64 with 3.9 for 12.0.
         registers = _decode_registers(head_size) if decode else 200 if wide else None
         return Tile(needed, keys, 4, stages, registers)
-    is_large = shared_memory >= _LARGE_SHARED_MEMORY
+    is_large = shared_memory >= LARGE_SHARED_MEMORY
     if wide:
         return Tile(max(needed, 64), 32, 8, 2) if is_large else Tile(max(needed, 32), 32, 4, 2)
     if is_large:
@@ -85,8 +87,9 @@ def programs_per_processor(tile: Tile, head_size: int, element_size: int, shared
     if element_size > 2:
         return 4  # float32 keeps keys in registers
     padded = head_pad(head_size)
-    # Two pairs of keys' and values' buffers; beside them the query, the block ids and the weights.
-    shared = 4 * tile.keys * padded * element_size + 32 * padded + 3584
+    pairs = 1 if tile.num_stages <= 4 else 2  # of keys' and values' buffers
+    # Beside them are the query, the block ids and the weights.
+    shared = 2 * pairs * tile.keys * padded * element_size + 32 * padded + 3584
     registers = _decode_registers(head_size)
     return max(1, min(shared_memory // (shared + _BLOCK_OVERHEAD), _REGISTERS // (32 * tile.num_warps * registers)))
 

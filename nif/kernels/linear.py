@@ -14,11 +14,13 @@ channel, 4 bits a scale and a zero per group of 64 inputs, which is what GPTQ an
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
 # mypy: disallow-incomplete-defs=False
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
+
+from genbatch.nif.kernels.attend_keys import LARGE_SHARED_MEMORY
 
 GROUP = 64
 """Inputs that share a scale in 4 bits, and that the products take at a time."""
@@ -189,6 +191,8 @@ def _times_full(acc, x, weight_ptr, outputs, used, columns, inside, K: tl.conste
         mask=used[None, :] & inside[:, None],
         other=0.0,
     )
+    if weight.dtype.is_fp8():
+        weight = weight.to(tl.float32)  # Triton 3.6 has no way from fp8 to bfloat16 on 8.9
     return acc + tl.dot(x, weight.to(x.dtype), input_precision="ieee")
 
 
@@ -446,17 +450,66 @@ class LinearTile:
     num_stages: int
 
 
-def linear_tile(num_rows: int, dtype: torch.dtype, *, bits: int = 0, fixed: bool = False) -> LinearTile:
-    """The tile for so many rows of the weights' `bits`; with `fixed` one and the same for every number of rows.
+@dataclass(frozen=True, slots=True)
+class LinearTiles:
+    """The tiles of a step's products.
 
-    Few outputs a program, so that there are programs enough, and many inputs at a time, so that enough is under way.
+    Args:
+        heads: of whole heads, whose two halves are `columns` each.
+        gated: of gate and up.
+        added: of products that are added to the residual.
+        logits: of the head.
     """
+
+    heads: LinearTile
+    gated: LinearTile
+    added: LinearTile
+    logits: LinearTile
+
+
+def linear_tiles(
+    num_rows: int,
+    dtype: torch.dtype,
+    head_size: int,
+    *,
+    bits: int = 0,
+    fixed: bool = False,
+    shared_memory: int = LARGE_SHARED_MEMORY,
+) -> LinearTiles:
+    """Choose the tiles for so many rows.
+
+    Few outputs a program make many programs. Many inputs at a time keep many loads under way. The tiles for weights of
+    16 bits were the fastest of 12 to 14 on one H100 (docs/lab/2026-11-26-gpu.md).
+
+    Args:
+        bits: of packed weights. The head's weights are never packed.
+        fixed: whether every number of rows gets the same tiles.
+        shared_memory: bytes of a multiprocessor.
+    """
+    lanes = max(16, triton.next_power_of_2(head_size // 2))
     if dtype == torch.float32:
-        return LinearTile(16, 32, 32, 4, 2)
+        tile = LinearTile(16, 32, 32, 4, 2)
+        return LinearTiles(replace(tile, columns=lanes), tile, tile, tile)
     rows = 64 if fixed or num_rows > 32 else 32 if num_rows > 16 else 16
+    is_large = shared_memory >= LARGE_SHARED_MEMORY
+    tile = LinearTile(rows, 32, 128, 4, 3) if rows == 64 else LinearTile(rows, 16, 256, 4, 3)
+    logits = {16: LinearTile(16, 32, 256, 4, 3), 32: tile, 64: LinearTile(64, 64, 64, 4, 4)}[rows]
     if bits == 4:
-        return LinearTile(16, 32, GROUP, 4, 4)  # with more rows, unpacking spills registers before 9.0
-    return LinearTile(rows, 32, 128, 4, 3) if rows == 64 else LinearTile(rows, 16, 256, 4, 3)
+        tile = LinearTile(16, 32, GROUP, 4, 4)  # with more rows, unpacking spills registers before 9.0
+    # Whole heads make wide tiles. All stages together have to fit shared memory.
+    heads = replace(tile, columns=lanes, inputs=min(tile.inputs, GROUP) if lanes > 32 else tile.inputs)
+    gated = added = tile
+    if bits == 0 and rows == 16:
+        added = LinearTile(16, 16, 128, 4, 6)
+        gated = LinearTile(16, 32, 256, 4, 3) if is_large else LinearTile(16, 32, 128, 2, 4)
+        if is_large and lanes == 64:
+            heads = LinearTile(16, 64, 256, 4, 3)
+    elif bits == 0 and rows == 64 and is_large:
+        added = LinearTile(64, 32, 128, 4, 4)
+        gated = LinearTile(64, 64, 128, 8, 4)
+        if lanes == 64:
+            heads = LinearTile(64, 64, 128, 8, 4)
+    return LinearTiles(heads, gated, added, logits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -492,14 +545,14 @@ class HeadShape:
 
 
 class TileLinear:
-    """The products of one step, all with the same tile.
+    """The products of one step.
 
     Args:
-        tile: see `linear_tile`.
+        tiles: see `linear_tiles`.
     """
 
-    def __init__(self, tile: LinearTile) -> None:
-        self.tile = tile
+    def __init__(self, tiles: LinearTiles) -> None:
+        self.tiles = tiles
 
     def embed(self, table: torch.Tensor, given: torch.Tensor, drawn: torch.Tensor | None, eps: float) -> Residual:
         """The residual that a step begins with.
@@ -510,7 +563,7 @@ class TileLinear:
             drawn: [R or more] int64, each row's token of the step before; None where all are given.
         """
         vocab_size, width = table.shape
-        parts = triton.cdiv(width, self.tile.columns)
+        parts = triton.cdiv(width, self.tiles.added.columns)
         hidden = torch.empty((len(given), width), dtype=table.dtype, device=table.device)
         sums = torch.empty((len(given), parts), dtype=torch.float32, device=table.device)
         _embed_kernel[(len(given),)](
@@ -548,8 +601,8 @@ class TileLinear:
         rows = len(residual.hidden)
         query = torch.empty((rows, width), dtype=residual.hidden.dtype, device=residual.hidden.device)
         num_tiles = shape.num_heads + 2 * shape.num_kv_heads
-        columns = max(16, triton.next_power_of_2(shape.head_size // 2))
-        self._launch(query, residual, norm, weight, _ROPE, num_tiles, columns, heads=(shape, rotation), delta=delta)
+        tile = self.tiles.heads
+        self._launch(query, residual, norm, weight, _ROPE, num_tiles, tile, heads=(shape, rotation), delta=delta)
         return query.view(rows, shape.num_heads, shape.head_size)
 
     def gated(
@@ -558,8 +611,8 @@ class TileLinear:
         """silu(gate) * up of the merged projection [2 * width, hidden]; returns [R, width]."""
         width = weight.num_outputs // 2
         out = torch.empty((len(residual.hidden), width), dtype=residual.hidden.dtype, device=residual.hidden.device)
-        columns = self.tile.columns
-        self._launch(out, residual, norm, weight, _SILU, triton.cdiv(width, columns), columns, delta=delta)
+        tile = self.tiles.gated
+        self._launch(out, residual, norm, weight, _SILU, triton.cdiv(width, tile.columns), tile, delta=delta)
         return out
 
     def add_to(
@@ -567,13 +620,13 @@ class TileLinear:
     ) -> None:
         """residual += x @ weight.T, for x [R, K] whose last dimension is contiguous."""
         num_tiles = residual.sums.shape[1]
-        columns, sums = self.tile.columns, residual.sums
-        self._launch(residual.hidden, x, None, weight, _RESIDUAL, num_tiles, columns, sums=sums, delta=delta)
+        tile, sums = self.tiles.added, residual.sums
+        self._launch(residual.hidden, x, None, weight, _RESIDUAL, num_tiles, tile, sums=sums, delta=delta)
 
     def logits(self, residual: Residual, norm: torch.Tensor, weight: PackedWeight, out: torch.Tensor) -> None:
         """The norm of the residual times the head [vocab_size, hidden], into `out` [R, vocab_size] float32."""
-        columns = self.tile.columns
-        self._launch(out, residual, norm, weight, _PLAIN, triton.cdiv(weight.num_outputs, columns), columns)
+        tile = self.tiles.logits
+        self._launch(out, residual, norm, weight, _PLAIN, triton.cdiv(weight.num_outputs, tile.columns), tile)
 
     def _launch(
         self,
@@ -583,7 +636,7 @@ class TileLinear:
         weight: PackedWeight,
         after: tl.constexpr,
         num_tiles: int,
-        columns: int,
+        tile: LinearTile,
         *,
         heads: tuple[HeadShape, Rotation] | None = None,
         sums: torch.Tensor | None = None,
@@ -594,10 +647,6 @@ class TileLinear:
         shape, rotation = heads if heads is not None else (None, None)
         cache = rotation.key_cache if rotation is not None else None
         parts = 1 if in_sums is None else in_sums.shape[1]
-        tile = self.tile
-        inputs = GROUP if weight.bits == 4 else tile.inputs
-        # Whole heads make wide tiles; all stages together have to fit shared memory.
-        inputs = min(inputs, GROUP) if columns > 32 else inputs
         _linear_kernel[(num_tiles, triton.cdiv(len(x), tile.rows))](
             out,
             x,
@@ -629,8 +678,8 @@ class TileLinear:
             PARTS=parts,
             PARTS_PAD=triton.next_power_of_2(parts),
             ROWS=tile.rows,
-            COLUMNS=columns,
-            KS=inputs,
+            COLUMNS=tile.columns,
+            KS=GROUP if weight.bits == 4 else tile.inputs,
             BITS=weight.bits,
             NUM_GROUPS=weight.num_groups,
             HAS_NORM=norm is not None,

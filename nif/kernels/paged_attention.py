@@ -36,6 +36,9 @@ from genbatch.nif.kernels.attend_keys import (
 
 _PLAN_CHUNK = 128  # sequences that the plan looks at together
 _SHARES_AT_ONCE = 16  # that are joined together
+_WAVES = (
+    2  # programs for each that runs at a time: those that end early make room, which was up to 7 % faster on an H100
+)
 
 
 @triton.jit
@@ -538,7 +541,7 @@ def paged_attention(
     stats = torch.empty((*partial_shape, 2), dtype=torch.float32, device=device)
     tile = tile_shape(group, head_size, query.element_size(), decode=True)
     resident = programs_per_processor(tile, head_size, query.element_size(), setting.shared_memory)
-    num_programs = min(most_shares * num_kv_heads, resident * setting.num_processors)
+    num_programs = min(most_shares * num_kv_heads, _WAVES * resident * setting.num_processors)
     _decode_attention_kernel[(num_programs,)](
         out,
         partial,

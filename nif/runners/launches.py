@@ -106,6 +106,11 @@ def packed_size(step: DecodeStep) -> int:
     return _offsets(_step_tensors(step))[1]
 
 
+def tables_offset(step: DecodeStep) -> int:
+    """Return the offset in bytes of a packed step's block tables, which come last."""
+    return _offsets(_step_tensors(step))[0][-len(step.batch.block_tables)]
+
+
 def _step_tensors(step: DecodeStep) -> list[torch.Tensor]:
     return [step.draws, *_tensors(step.batch)]
 
@@ -176,7 +181,7 @@ def graph_key(batch: RaggedBatch, options: GraphOptions, longest: int) -> GraphK
 
 
 def pad_decodes(batch: RaggedBatch, key: GraphKey, block_size: int) -> RaggedBatch:
-    """Pad a decode batch on the CPU to the key's rows, and its block tables to the key's length."""
+    """Pad a decode batch on the CPU to the key's rows. Its block tables stay as narrow as they are."""
     missing = key.num_tokens - len(batch.input_ids)
     width = -(-key.kv_len // block_size)
 
@@ -191,7 +196,7 @@ def pad_decodes(batch: RaggedBatch, key: GraphKey, block_size: int) -> RaggedBat
         slots=tuple(longer(slots, -1) for slots in batch.slots),
         block_tables=tuple(
             # Cut the columns past the longest sequence: no row reads them.
-            torch.nn.functional.pad(table[:, :width], (0, max(0, width - table.shape[1]), 0, missing)).contiguous()
+            torch.nn.functional.pad(table[:, :width], (0, 0, 0, missing)).contiguous()
             for table in batch.block_tables
         ),
         logit_rows=torch.arange(key.num_tokens),
@@ -209,13 +214,14 @@ def pad_step(step: DecodeStep, key: GraphKey, block_size: int) -> DecodeStep:
 def empty_step(key: GraphKey, num_groups: int, block_size: int) -> DecodeStep:
     """Return a step of padding rows only, for a capture."""
     nothing = torch.empty(0, dtype=torch.int64)
+    width = -(-key.kv_len // block_size)
     batch = RaggedBatch(
         input_ids=nothing,
         positions=nothing,
         query_starts=torch.zeros(1, dtype=torch.int32),
         kv_lens=nothing.int(),
         slots=(nothing,) * num_groups,
-        block_tables=(torch.empty((0, 1), dtype=torch.int32),) * num_groups,
+        block_tables=(torch.empty((0, width), dtype=torch.int32),) * num_groups,
         logit_rows=nothing,
         max_query_len=1,
         max_kv_len=key.kv_len,
@@ -234,10 +240,17 @@ class Replayable(Protocol):
         """Return the seconds that a replay takes on the device."""
         ...
 
-    inputs: torch.Tensor  # [bytes] uint8 on the device, the graph's input: a padded step that `BatchUpload` packed
+    def load(self, step: DecodeStep, packed: torch.Tensor) -> None:
+        """Copy a padded step into the graph's input.
+
+        Args:
+            step: on the device, as `BatchUpload.upload_step` returned it.
+            packed: [bytes] uint8, the buffer that it was uploaded into.
+        """
+        ...
 
     def replay(self) -> torch.Tensor:
-        """Run the step over `inputs`; returns logits [num_tokens, vocab_size] float32, which the next replay reuses."""
+        """Run the loaded step; returns logits [num_tokens, vocab_size] float32, which the next replay reuses."""
         ...
 
     def finish(self) -> None:
@@ -316,8 +329,16 @@ class DecodeGraphs:
         self._upload = upload
         self._limits = limits
         self._device = device
-        self._place: _CapturePlace | None = None
+        self._place: CapturePlace | None = None
         self.cache = GraphCache(self._capture, options.max_cached_graphs)
+
+    @property
+    def place(self) -> "CapturePlace":
+        """Return where all graphs are captured."""
+        if self._place is None:
+            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            self._place = CapturePlace(stream, torch.cuda.graph_pool_handle())
+        return self._place
 
     def warm_up(self) -> None:
         """Capture every configured size now, so that no request waits for a capture."""
@@ -346,14 +367,12 @@ class DecodeGraphs:
         if found is None:
             return None
         graph, step = found
-        self._upload.upload_step(step, into=graph.inputs)
+        packed = torch.empty(packed_size(step), dtype=torch.uint8, device=self._device)
+        graph.load(self._upload.upload_step(step, into=packed), packed)
         # Clone, because the next replay writes to the same memory.
         return graph.replay()[:num_tokens].clone()
 
     def _capture(self, key: GraphKey) -> Replayable:
-        if self._place is None:
-            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            self._place = _CapturePlace(stream, torch.cuda.graph_pool_handle())
         sample = empty_step(key, len(self._limits.num_blocks), self._limits.block_size)
         # The capture's warm-up runs overwrite `drawn`, and a step under way may have left its tokens there.
         drawn = self._drawn.clone()
@@ -361,21 +380,20 @@ class DecodeGraphs:
             graph, self._faster[key.num_tokens] = self._fastest(sample)
         else:  # a longer size of the same number of rows is captured while a request waits
             products = self._faster.get(key.num_tokens)
-            graph = CapturedStep(sample, partial(self._decode, products=products), self._upload, self._place)
+            graph = CapturedStep(sample, partial(self._decode, products=products), self._upload, self.place)
         self._drawn.copy_(drawn)
         return graph
 
     def _fastest(self, sample: DecodeStep) -> tuple[Replayable, Products]:
-        assert self._place is not None
         captured: list[tuple[Replayable, Products]] = []
         for products in self._products:
             decode = partial(self._decode, products=products)
-            captured.append((CapturedStep(sample, decode, self._upload, self._place), products))
+            captured.append((CapturedStep(sample, decode, self._upload, self.place), products))
         return min(captured, key=lambda one: one[0].seconds())
 
 
 @dataclass(frozen=True, slots=True)
-class _CapturePlace:
+class CapturePlace:
     """The stream and the memory pool that all captures share.
 
     Args:
@@ -386,21 +404,38 @@ class _CapturePlace:
     stream: torch.cuda.Stream
     memory: Any
 
+    @property
+    def device(self) -> torch.device:
+        """Return the stream's device."""
+        return self.stream.device
+
 
 class CapturedStep:
-    """The captured step of one size: its input buffer on the device, its graph and its logits."""
+    """The captured step of one size: its input buffer on the device, its graph and its logits.
+
+    Args:
+        sample: a step of this size.
+        decode: runs a step on the device; it returns logits.
+        upload: copies steps to the device.
+        place: where the graph is captured.
+        inputs: [bytes] uint8 on the device, a buffer that graphs share; None allocates one.
+    """
 
     def __init__(
         self,
         sample: DecodeStep,
         decode: Callable[[DecodeStep], torch.Tensor],
         upload: BatchUpload,
-        place: _CapturePlace,
+        place: CapturePlace,
+        inputs: torch.Tensor | None = None,
     ) -> None:
-        stream = place.stream
-        device = stream.device
-        self.inputs = torch.empty(packed_size(sample), dtype=torch.uint8, device=device)
-        step = upload.upload_step(sample, into=self.inputs)
+        stream, device = place.stream, place.device
+        if inputs is None:
+            inputs = torch.empty(packed_size(sample), dtype=torch.uint8, device=device)
+        self._inputs = inputs
+        self._tables_at = tables_offset(sample)
+        step = upload.upload_step(sample, into=self._inputs)
+        self._tables = step.batch.block_tables
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UP_RUNS):
@@ -411,8 +446,18 @@ class CapturedStep:
         with torch.cuda.graph(self._graph, pool=place.memory, stream=stream, capture_error_mode="thread_local"):
             self._logits = decode(step)
 
+    def load(self, step: DecodeStep, packed: torch.Tensor) -> None:
+        """Copy a padded step into the graph's input; see `Replayable`.
+
+        The graph's tables have a column for each block of the longest sequence possible. Only the columns that this
+        step has are copied, as no row reads those behind: with 131,072 positions a table of 256 rows takes 8 MB.
+        """
+        self._inputs[: self._tables_at].copy_(packed[: self._tables_at])
+        for table, source in zip(self._tables, step.batch.block_tables, strict=True):
+            table[:, : source.shape[1]].copy_(source)
+
     def replay(self) -> torch.Tensor:
-        """Run the step over `inputs`; the next replay overwrites the logits."""
+        """Run the loaded step; the next replay overwrites the logits."""
         self._graph.replay()
         return self._logits
 
@@ -430,7 +475,7 @@ class CapturedStep:
 
     def finish(self) -> None:
         """Wait for a replay that is under way."""
-        torch.cuda.current_stream(self.inputs.device).synchronize()
+        torch.cuda.current_stream(self._inputs.device).synchronize()
 
 
 _NUM_PAIRS = 2
@@ -490,7 +535,7 @@ class Launches:
             if self._latest is not None:
                 self._latest.forget_logits()
             if graph is not None:
-                graph.inputs.copy_(inputs[:size])
+                graph.load(arrived, inputs)
                 logits = graph.replay()
             else:
                 logits = self._decode(arrived)

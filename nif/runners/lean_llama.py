@@ -31,7 +31,7 @@ from genbatch.nif.kernels.linear import (
     Rotation,
     TileLinear,
     from_groups,
-    linear_tile,
+    linear_tiles,
     pack,
     unpacked,
 )
@@ -283,6 +283,13 @@ class LeanLlama:
         weights = (layer.qkv, layer.attention_out, layer.gate_up, layer.mlp_out)
         return max(weight.num_outputs * weight.num_inputs for weight in weights) * self._dtype.itemsize
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Return the most bytes of activations that a layer holds at a time for each token."""
+        layer = self._layers[0]
+        widths = 4 * len(layer.input_norm) + layer.qkv.num_outputs + 2 * layer.attention_out.num_inputs
+        return (widths + layer.gate_up.num_outputs + layer.mlp_out.num_inputs) * self._dtype.itemsize
+
     def _takes_own(self, step: LeanStep) -> bool:
         if self._setting.in_order:
             return True
@@ -307,8 +314,15 @@ class LeanLlama:
     def _by_own_products(self, step: LeanStep, plans: "Sequence[SharePlan]", out: torch.Tensor) -> None:
         """Run the step with our own products."""
         batch = step.batch
-        tile = linear_tile(len(batch.input_ids), self._dtype, bits=self._bits, fixed=self._setting.in_order)
-        products = TileLinear(tile)
+        tiles = linear_tiles(
+            len(batch.input_ids),
+            self._dtype,
+            self._layers[0].shape.head_size,
+            bits=self._bits,
+            fixed=self._setting.in_order,
+            shared_memory=self._setting.shared_memory,
+        )
+        products = TileLinear(tiles)
         residual = products.embed(self._embedding, batch.input_ids, step.drawn, self._eps)
         for index, (layer, pool) in enumerate(zip(self._layers, step.pools, strict=True)):
             rotation = Rotation(pool.keys, pool.values, batch.slots[layer.group], batch.positions, self._cos, self._sin)

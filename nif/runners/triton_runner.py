@@ -28,6 +28,7 @@ from genbatch.nif.runners.lean_llama import (
     plan_groups,
     why_not_lean,
 )
+from genbatch.nif.runners.prompt_graphs import PromptGraphs, empty_prompt
 from genbatch.nif.runners.torch_runner import LoraHooks
 from genbatch.nif.runners.warm_up import WarmUp
 
@@ -110,6 +111,7 @@ class TritonRunner:
             self._transfer = BlockTransfer(model.device)
         self._graph_options = graphs
         self._graphs: DecodeGraphs | None = None
+        self._prompt_graphs: PromptGraphs | None = None
         self._launches: Launches | None = None
         self._drawn = torch.empty(0, dtype=torch.int64)  # [most rows] on the device, the last decode step's tokens
         self._logits: torch.Tensor | None = None  # [most captured rows, vocab_size] float32, the latest step's logits
@@ -149,7 +151,15 @@ class TritonRunner:
         step = empty_step(max(keys), len(self.groups), block_size)
         logits = max(keys).num_tokens * self.vocab_size * (4 + self._model.dtype.itemsize)
         # Count two pairs of buffers beside each graph's own input; the driver's memory for a graph is an estimate.
-        return shared + logits + (len(keys) + 2) * packed_size(step) + len(keys) * _BYTES_PER_GRAPH
+        shared += logits + (len(keys) + 2) * packed_size(step) + len(keys) * _BYTES_PER_GRAPH
+        sizes = self._graph_options.prompt_sizes()
+        if sizes and self._lean is not None:
+            limits = BatchLimits((0,) * len(self.groups), block_size, self.vocab_size, self._longest)
+            prompt = empty_prompt(sizes[-1], self._graph_options.max_batch_size, limits)
+            # The graphs share one input, which a step is copied into, and the activations of the largest.
+            shared += 2 * packed_size(prompt) + sizes[-1] * self._lean.bytes_per_token
+            shared += len(sizes) * _BYTES_PER_GRAPH
+        return shared
 
     @runs_on_device
     def allocate(self, num_blocks: Sequence[int], block_size: int) -> None:
@@ -190,6 +200,11 @@ class TritonRunner:
                 () if self._lean is None else self._lean.products,
             )
             self._graphs.warm_up()
+            if self._graph_options.max_prompt_tokens:
+                place = self._graphs.place
+                graphs = PromptGraphs(self._graph_options, self._evaluate, self._upload, self._limits, place)
+                graphs.warm_up()
+                self._prompt_graphs = graphs
         self._launches = Launches(device, self._drawn, self._upload, self._decode, self._graphs)
 
     @runs_on_device
@@ -203,6 +218,8 @@ class TritonRunner:
         check_batch(batch, self._limits)
         if self._graphs is not None:
             logits = self._graphs.run(batch)
+            if logits is None and self._prompt_graphs is not None:
+                logits = self._prompt_graphs.run(batch)
             if logits is not None:
                 return logits
         every_row = torch.equal(batch.logit_rows, torch.arange(len(batch.input_ids)))
@@ -274,6 +291,7 @@ class TritonRunner:
             self._launches.finish()
         self._launches = None
         self._graphs = None
+        self._prompt_graphs = None
         self._pools = []
         self._storages = []
         if isinstance(self._lora, LoraHooks):
@@ -317,6 +335,11 @@ class TritonRunner:
             logits = self._run(dataclasses.replace(step.batch, input_ids=ids), True)
         draw_tokens(logits, step.draws, out=self._drawn)
         return logits
+
+    def _evaluate(self, batch: RaggedBatch) -> torch.Tensor:
+        """Run one captured step with prompts; returns its logits, in the buffer that all graphs share."""
+        assert self._lean is not None and self._logits is not None
+        return self._lean.forward(LeanStep(batch, self._pools, False, out=self._logits[: len(batch.logit_rows)]))
 
     def _run(self, batch: RaggedBatch, every_row: bool) -> torch.Tensor:
         """Run one step over a batch on the device."""

@@ -234,6 +234,7 @@ def groups_of(part: str, results: Path, *, dry_run: bool) -> list[Group]:
 def environment_of(part: str, extra: Path, *, dry_run: bool) -> dict[str, str]:
     """Returns the children's environment: the checkout and what was unpacked can be imported."""
     paths = [str(ROOT / ".ns"), str(ROOT), str(Path(__file__).parent), str(extra)]
+    paths += filter(None, [os.environ.get("PYTHONPATH")])  # what is found there counts as installed
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TRITON_DEFAULT_FP_FUSION": "1"}
     if part == "races":
         # The allocator keeps memory that was freed: without this, memcheck sees no access beyond a tensor's end.

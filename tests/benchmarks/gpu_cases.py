@@ -35,6 +35,7 @@ from gpu_loads import (
 )
 from gpu_models import SHAPES, TINY, build_model, bytes_per_step
 from gpu_peers import peer_flashinfer, peer_generate_batch, peer_static_cache, synchronize
+from gpu_profile import kernel_times
 
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.self_check import check_paged_path
@@ -127,9 +128,16 @@ class Bench:
         note = f"{rate / roofline:.0%} of roofline {roofline:,.0f}, forward returns after {launch * 1e6:.0f} us"
         report("figure", case, figure=f"{rate:,.0f} tok/s", note=note)
         rate, host = overlapped_decode_rate(context, plan, batch_size)
-        context.close()
         note = f"{rate / roofline:.0%} of roofline, the host works {host * 1e6:.0f} us a step"
         report("figure", f"{case}, steps overlapped", figure=f"{rate:,.0f} tok/s", note=note)
+        if not IS_DRY:
+            kernels = kernel_times(context, plan, batch_size)
+            whole = sum(kernel.seconds for kernel in kernels)
+            report("figure", f"{case}, all kernels", figure=f"{whole * 1e3:.3f} ms", note="a step")
+            for kernel in kernels[:8]:
+                figure, note = f"{kernel.seconds * 1e6:.0f} us", f"{kernel.launches:g} launches a step"
+                report("figure", f"{case}, {kernel.name}", figure=figure, note=note)
+        context.close()
 
     def first_token(self, length: int) -> None:
         seconds = first_token_s(self.model, self.plan, length)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from genbatch.nif.context import Context
-from genbatch.nif.engine_options import GraphOptions
+from genbatch.nif.engine_options import MOST_CAPTURED_TOKENS, GraphOptions
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runner import Entry, Logits
 from genbatch.nif.runners.triton_runner import TritonRunner
@@ -85,6 +85,7 @@ def open_context(model: Model, plan: Plan, num_sequences: int, positions: int, q
         graphs = GraphOptions(
             q_padding_interval_size=q_interval,
             max_batch_size=num_sequences,
+            max_prompt_tokens=min(plan.n_batch, MOST_CAPTURED_TOKENS),
         )
     return Context(
         model,

@@ -14,7 +14,7 @@ import argparse
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -43,6 +43,10 @@ class Card:
     kv_share: float = 1.0  # of the bytes of keys and values: 0.5 for 8 bits
     shared: int = 0  # positions that all rows share, and that attention reads once: nothing does so yet
     pass_s: float = 1.2e-6  # for one block to weigh a chunk of candidates and sum it three times: assumed, too
+
+
+# By name: what a copy reaches, reading and writing together.
+CARDS = {"h100": Card(bytes_per_s=3.0e12), "h200": Card()}
 
 
 @dataclass(frozen=True)
@@ -152,9 +156,10 @@ def main() -> None:
     parser.add_argument("--quantize", choices=["none", "int8", "fp8", "int4"], default="none")
     parser.add_argument("--kv-bytes", type=int, choices=[1, 2], default=2, help="of an element of keys and values")
     parser.add_argument("--shared", type=int, default=0, help="positions that all rows share")
+    parser.add_argument("--card", choices=list(CARDS), default="h200")
     chosen = parser.parse_args()
-    card = Card(kv_share=chosen.kv_bytes / 2, shared=chosen.shared)
-    print("Predicted for one H200, greedy; nothing of it is measured.\n")
+    card = replace(CARDS[chosen.card], kv_share=chosen.kv_bytes / 2, shared=chosen.shared)
+    print(f"Predicted for one {chosen.card.upper()}, greedy; nothing of it is measured.\n")
     print("| model | rows | launches | GB | step in a graph | tok/s | step eager | tok/s |")
     print("|---|---|---|---|---|---|---|---|")
     for name in chosen.models:
@@ -167,7 +172,7 @@ def main() -> None:
                 flush=True,
             )
     draws = ", ".join(
-        f"{1e3 * draw_seconds(rows, SHAPES[chosen.models[0]]().vocab_size, Card()):.3f} ms for {rows}"
+        f"{1e3 * draw_seconds(rows, SHAPES[chosen.models[0]]().vocab_size, card):.3f} ms for {rows}"
         for rows in chosen.rows
     )
     print(f"\nDrawing with top_p instead of greedily, {chosen.models[0]}, rows: {draws}")

@@ -72,6 +72,33 @@ def test_h14_replay_equals_eager(gpu_model: Any, family: str) -> None:
         torch.testing.assert_close(graphed.forward(batch), eager.forward(batch), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+def test_h14_captured_steps_with_prompts_equal_eager_ones(gpu_model: Any, family: str) -> None:
+    """Chunks beside decodes, of numbers of tokens on both sides of every size that is captured."""
+    from genbatch.nif.context import Context
+    from genbatch.nif.engine_options import GraphOptions
+    from genbatch.nif.runner import Entry
+    from genbatch.nif.runners.triton_runner import TritonRunner
+
+    model = gpu_model(family)
+    logits: list[list[torch.Tensor]] = []
+    for graphs in (None, GraphOptions(max_batch_size=8, max_prompt_tokens=160)):
+        runner = TritonRunner(model, graphs=graphs)
+        context = Context(model, runner, n_ctx=4096, n_parallel=8, block_size=BLOCK_SIZE, n_batch=512)
+        assert (runner._prompt_graphs is not None) == (graphs is not None)
+        found = [context.prefill([7, 9, 11], 0, 0)]
+        for step, length in enumerate((2, 62, 63, 64, 127, 128, 158, 159, 160, 200)):
+            decodes = [Entry(0, (5 + step,), 3 + step)]
+            chunk = Entry(1 + step % 7, tuple(3 + token % 50 for token in range(length)), 0)
+            found += [part for part in context.eval([*decodes, chunk]) if part is not None]
+            context.seq_rm(chunk.seq_id)
+        logits.append([part.cpu() for part in found])
+        context.kv.check_integrity()
+        context.close()
+    for expected, actual in zip(*logits, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_h14_no_more_graphs_are_kept_than_allowed(gpu_model: Any) -> None:
     from genbatch.nif.engine_options import GraphOptions
 

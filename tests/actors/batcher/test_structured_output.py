@@ -74,7 +74,7 @@ async def batcher(model: Model, *, num_blocks: int = 256, **changed: Any) -> Asy
     async with open_batcher(
         model,
         num_blocks=[num_blocks],
-        new_runner=lambda model: choose_runner(model, options)(4),
+        new_runner=lambda model: choose_runner(model, options)(4, 512),
         usual={"prompt": "The capital of France", "max_tokens": 200},
         **{"batch_timeout": 0.0, "max_batch_tokens": 64, **changed},
     ) as bench:

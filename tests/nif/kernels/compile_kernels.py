@@ -24,7 +24,7 @@ import triton
 
 from genbatch.nif.kernels.attend_keys import Tile, programs_per_processor
 from genbatch.nif.kernels.elementwise import add_rms_norm, copy_blocks, rope_and_write, silu_mul, write_kv
-from genbatch.nif.kernels.linear import HeadShape, Residual, Rotation, TileLinear, linear_tile, pack, unpacked
+from genbatch.nif.kernels.linear import HeadShape, Residual, Rotation, TileLinear, linear_tiles, pack, unpacked
 from genbatch.nif.kernels.lora import LoraParts, NormedRows, lora_delta
 from genbatch.nif.kernels.paged_attention import AttentionSetting, paged_attention, plan_shares
 from genbatch.nif.kernels.sample import draw_tokens, edit_logits, gather_logprobs, next_tokens
@@ -103,14 +103,21 @@ def attention(
 def layer(rows: int, kind: str = "none", *, hidden: int = 1024, wide: int = 3072, fixed: bool = False) -> None:
     """The products of one layer of a decode step, and the head's."""
     heads, kv_heads, head_size = 16, 8, 128
-    tile = linear_tile(rows, torch.bfloat16, bits={"none": 0, "int4": 4}.get(kind, 8), fixed=fixed)
-    products = TileLinear(tile)
+    tiles = linear_tiles(
+        rows,
+        torch.bfloat16,
+        head_size,
+        bits={"none": 0, "int4": 4}.get(kind, 8),
+        fixed=fixed,
+        shared_memory=multiprocessor_memory(target.get()),
+    )
+    products = TileLinear(tiles)
     positions = ints(rows, dtype=torch.int64)
     cache = meta(64, kv_heads, BLOCK_SIZE, head_size)
     tables = meta(LONGEST, head_size // 2, dtype=torch.float32)
     shape = HeadShape(heads, kv_heads, head_size, meta(head_size), meta(head_size))
     rotation = Rotation(cache, cache, positions, positions, tables, tables)
-    residual = Residual(meta(rows, hidden), meta(rows, -(-hidden // tile.columns), dtype=torch.float32), 1e-6)
+    residual = Residual(meta(rows, hidden), meta(rows, -(-hidden // tiles.added.columns), dtype=torch.float32), 1e-6)
     norm = meta(hidden)
 
     def weight(outputs: int, inputs: int) -> object:
@@ -145,7 +152,7 @@ def prefill_parts(dtype: torch.dtype = torch.bfloat16) -> None:
 def beside_the_model(rows: int = 4) -> None:
     """The ends of a step, and the copies."""
     ids = ints(rows, dtype=torch.int64)
-    TileLinear(linear_tile(rows, torch.bfloat16, fixed=True)).embed(meta(VOCAB, 1024), ids, ids, 1e-6)
+    TileLinear(linear_tiles(rows, torch.bfloat16, 128, fixed=True)).embed(meta(VOCAB, 1024), ids, ids, 1e-6)
     next_tokens(ids, ids)
     draw_tokens(meta(rows, VOCAB, dtype=torch.float32), meta(rows, 5, dtype=torch.float64))
     gather_logprobs(meta(rows, VOCAB, dtype=torch.float32), ints(rows, 3, dtype=torch.int64))
@@ -221,7 +228,8 @@ def faults_of(kernel: Compiled, capability: int) -> list[str]:
             found.append(f"copies {kernel.copies} times ahead of use, not {least}: its loop is not pipelined")
     if kernel.name == "_decode_attention_kernel" and not is_narrow:
         head, warps = (int(_constant(kernel.variant, name)) for name in ("HEAD", "num_warps"))
-        tile = Tile(0, int(_constant(kernel.variant, "KEYS")), warps, 0)
+        stages = int(_constant(kernel.variant, "num_stages"))
+        tile = Tile(0, int(_constant(kernel.variant, "KEYS")), warps, stages)
         room = multiprocessor_memory(capability)
         assumed = programs_per_processor(tile, head, 2, room)
         real = min(room // (kernel.shared + 1024), 65_536 // (32 * warps * kernel.registers))

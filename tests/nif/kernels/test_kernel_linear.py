@@ -15,7 +15,7 @@ from genbatch.nif.kernels.linear import (
     Rotation,
     TileLinear,
     from_groups,
-    linear_tile,
+    linear_tiles,
     pack,
     unpack,
     unpacked,
@@ -33,12 +33,12 @@ def random(*shape: int, seed: int, device: torch.device, dtype: torch.dtype = to
 
 
 def products_of(kind: str, rows: int, dtype: torch.dtype) -> TileLinear:
-    return TileLinear(linear_tile(rows, dtype, bits={"none": 0, "int4": 4}.get(kind, 8)))
+    return TileLinear(linear_tiles(rows, dtype, 128, bits={"none": 0, "int4": 4}.get(kind, 8)))
 
 
 def residual_of(hidden: torch.Tensor, products: TileLinear) -> Residual:
     """The squares in as many parts as the products want."""
-    columns = products.tile.columns
+    columns = products.tiles.added.columns
     parts = torch.nn.functional.pad(hidden.float().square(), (0, -hidden.shape[1] % columns))
     return Residual(hidden.clone(), parts.view(len(hidden), -1, columns).sum(2), EPS)
 
@@ -124,7 +124,7 @@ def test_heads_are_rotated_and_written_as_their_twin_does(
 def test_rows_begin_with_what_is_given_or_was_drawn(device: Any) -> None:
     table = random(9, 20, seed=1, device=device)
     given_ids, drawn = torch.tensor([3, -1, -1, 8], device=device), torch.tensor([1, 5, -1, 2, 4], device=device)
-    residual = TileLinear(linear_tile(4, torch.float32)).embed(table, given_ids, drawn, EPS)
+    residual = TileLinear(linear_tiles(4, torch.float32, 128)).embed(table, given_ids, drawn, EPS)
     assert residual.hidden.equal(table[[3, 5, 0, 8]])
     torch.testing.assert_close(residual.sums.sum(1), residual.hidden.square().sum(1))
 

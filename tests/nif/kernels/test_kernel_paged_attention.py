@@ -318,7 +318,7 @@ def test_shares_are_whole_tiles():
 
 @pytest.mark.parametrize(
     ("head_size", "shared_kib", "programs"),
-    [(128, 228, 3), (128, 164, 2), (128, 100, 1), (96, 228, 3), (64, 228, 4), (64, 100, 2), (256, 228, 3)],
+    [(128, 228, 3), (128, 164, 3), (128, 100, 2), (96, 228, 3), (64, 228, 4), (64, 100, 4), (256, 228, 3)],
 )
 def test_as_many_programs_are_launched_as_run_at_a_time(head_size, shared_kib, programs):
     tile = tile_shape(4, head_size, 2, decode=True)

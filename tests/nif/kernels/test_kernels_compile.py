@@ -32,7 +32,10 @@ def test_attention_that_the_compiler_does_not_pipeline_is_a_fault(monkeypatch: p
     from tests.nif.kernels.offline_compiler import Compiled
 
     # As Triton 3.6 and 3.9 compiled decodes of 32 heads over 8 of 128 elements for 9.0.
-    kind, variant = "_decode_attention_kernel", "{'KEYS': 64, 'HEAD': 128, 'HEAD_PAD': 128} {'num_warps': 4}"
+    kind, variant = (
+        "_decode_attention_kernel",
+        "{'KEYS': 64, 'HEAD': 128, 'HEAD_PAD': 128} {'num_warps': 4, 'num_stages': 4}",
+    )
     slow = Compiled(kind, variant, shared=22592, registers=255, spilled=152, loads_wide=True, copies=0, products="mma")
     fast = Compiled(kind, variant, shared=73216, registers=168, spilled=0, loads_wide=True, copies=140, products="mma")
     assert [fault.split()[0] for fault in faults_of(slow, 90)] == ["spills", "copies", "2"]

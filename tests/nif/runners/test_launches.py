@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -12,10 +13,11 @@ from genbatch.nif.context import Context
 from genbatch.nif.context.runs import OverlappedRun
 from genbatch.nif.engine_options import GraphOptions
 from genbatch.nif.errors import BatchError
-from genbatch.nif.runner import BatchLimits, Entry, RaggedBatch
-from genbatch.nif.runners import launches
-from genbatch.nif.runners.launches import BatchUpload, DecodeGraphs, DecodeStep, Launches, packed_size
+from genbatch.nif.runner import BatchLimits, Entry, Logits, RaggedBatch
+from genbatch.nif.runners import launches, prompt_graphs
+from genbatch.nif.runners.launches import BatchUpload, DecodeGraphs, DecodeStep, Launches, packed_size, tables_offset
 from genbatch.nif.runners.lean_llama import LeanStep
+from genbatch.nif.runners.prompt_graphs import PromptGraphs
 from genbatch.nif.runners.triton_runner import TritonRunner
 from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.sampler import Sampled, SamplerState
@@ -37,12 +39,16 @@ class EagerStep:
     captured = 0
     times: ClassVar[dict[str, float]] = {}
 
-    def __init__(self, sample: DecodeStep, decode: Any, upload: BatchUpload, place: Any) -> None:
+    def __init__(self, sample: DecodeStep, decode: Any, upload: BatchUpload, place: Any, inputs: Any = None) -> None:
         EagerStep.captured += 1
-        self.inputs = torch.empty(packed_size(sample), dtype=torch.uint8)
-        self._step = upload.upload_step(sample, into=self.inputs)
+        self._inputs = torch.empty(packed_size(sample), dtype=torch.uint8) if inputs is None else inputs
+        self._tables_at = tables_offset(sample)
+        self._step = upload.upload_step(sample, into=self._inputs)
+        self._tables = self._step.batch.block_tables
         self._decode = decode
         self.replay()  # as warming up does
+
+    load = launches.CapturedStep.load
 
     def replay(self) -> torch.Tensor:
         logits: torch.Tensor = self._decode(self._step)
@@ -60,6 +66,7 @@ class EagerStep:
 def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> Callable[[TritonRunner, GraphOptions], None]:
     """Gives a runner graphs that are replayed without a GPU; to be called once it has its pool."""
     monkeypatch.setattr(launches, "CapturedStep", EagerStep)
+    monkeypatch.setattr(prompt_graphs, "CapturedStep", EagerStep)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
 
@@ -69,6 +76,12 @@ def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> Callable[[TritonRunner, Gra
         runner._drawn = torch.zeros(options.max_batch_size, dtype=torch.int64)
         runner._graphs = DecodeGraphs(options, runner._decode, runner._drawn, runner._upload, limits, cpu)
         runner._launches = Launches(cpu, runner._drawn, runner._upload, runner._decode, runner._graphs)
+        if options.max_prompt_tokens:
+            runner._logits = torch.empty((options.max_batch_size, runner.vocab_size))
+            place = SimpleNamespace(device=cpu)
+            graphs = PromptGraphs(options, runner._evaluate, runner._upload, limits, place)
+            graphs.warm_up()
+            runner._prompt_graphs = graphs
 
     return give
 
@@ -313,3 +326,42 @@ def test_asking_that_nothing_waits_for_the_device_is_no_error_itself(monkeypatch
             modes.append("within")
             warnings.simplefilter("ignore")
     assert modes == ["error", "within", "default"]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_h14_padded_steps_with_prompts_give_the_logits_of_eager_steps(
+    family: str, tiny_model: Any, eager_graphs: Any
+) -> None:
+    """Chunks beside decodes, of every number of tokens up to the largest captured, and beyond."""
+    model = tiny_model(family)
+    logits: list[list[torch.Tensor]] = []
+    before = EagerStep.captured
+    for captures in (False, True):
+        runner = TritonRunner(model)
+        context = Context(model, runner, n_ctx=192, n_parallel=4, block_size=BLOCK_SIZE)
+        if captures:
+            eager_graphs(runner, GraphOptions(max_batch_size=4, max_prompt_tokens=12))
+        found = [context.prefill([7, 9, 11], 0, 0)]
+        for step, length in enumerate((2, 8, 11, 12, 13)):
+            entries = [Entry(0, (5 + step,), 3 + step), Entry(1 + step % 3, tuple(range(3, 3 + length)), 0)]
+            found += [part for part in context.eval(entries) if part is not None]
+            context.seq_rm(1 + step % 3)
+        logits.append(found)
+        context.kv.check_integrity()
+    assert EagerStep.captured == before + 1
+    for expected, actual in zip(*logits, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_h14_a_step_with_more_rows_of_logits_than_sequences_runs_eagerly(tiny_model: Any, eager_graphs: Any) -> None:
+    model = tiny_model("llama")
+    runner = TritonRunner(model)
+    context = Context(model, runner, n_ctx=96, n_parallel=2, block_size=BLOCK_SIZE)
+    eager_graphs(runner, GraphOptions(max_batch_size=2, max_prompt_tokens=12))
+    assert runner._prompt_graphs is not None
+    tokens = tuple(range(3, 9))
+    every = context.eval([Entry(0, tokens, 0, Logits.ALL)])[0]
+    context.seq_rm(0)
+    last = context.eval([Entry(0, tokens, 0)])[0]
+    assert every is not None and last is not None
+    torch.testing.assert_close(every[-1], last.view(-1), rtol=1e-5, atol=1e-5)

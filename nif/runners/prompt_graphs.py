@@ -1,0 +1,135 @@
+"""PromptGraphs: runs steps with prompts through captured graphs.
+
+A step of up to some 2,000 tokens takes longer to launch than to run: 28 layers are 300 launches, 13 ms of host time on
+the first machine that was measured. So such a step is padded to one of a few numbers of tokens and replayed. The
+padding tokens belong to an entry of their own, which holds no positions: they write nothing and attend to nothing.
+Larger steps run eagerly, because there the GPU takes longer than the host.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+
+from genbatch.nif.engine_options import GraphOptions
+from genbatch.nif.runner import BatchLimits, RaggedBatch
+from genbatch.nif.runners.launches import (
+    BatchUpload,
+    CapturedStep,
+    CapturePlace,
+    DecodeStep,
+    Replayable,
+    packed_size,
+)
+from genbatch.nif.sampling.draw import NUM_PARAMS
+
+log = logging.getLogger("genbatch")
+
+
+class PromptGraphs:
+    """Captured steps with prompts, by their padded number of tokens.
+
+    Args:
+        options: sizes and limits.
+        evaluate: runs a step on the device; it returns the logits of `logit_rows`.
+        upload: copies steps to the device.
+        limits: the pool's and the model's limits.
+        place: where graphs are captured.
+    """
+
+    def __init__(
+        self,
+        options: GraphOptions,
+        evaluate: Callable[[RaggedBatch], torch.Tensor],
+        upload: BatchUpload,
+        limits: BatchLimits,
+        place: CapturePlace,
+    ) -> None:
+        self._most_entries = options.max_batch_size
+        self._evaluate = evaluate
+        self._upload = upload
+        self._limits = limits
+        self._place = place
+        self._sizes = options.prompt_sizes()
+        self._graphs: dict[int, Replayable] = {}  # by number of tokens
+
+    def warm_up(self) -> None:
+        """Capture every size; all of them have one input, as no two run at a time."""
+        started = time.monotonic()
+        inputs: torch.Tensor | None = None
+        for size in reversed(self._sizes):  # smaller graphs then fit into the memory of larger ones
+            sample = empty_prompt(size, self._most_entries, self._limits)
+            if inputs is None:
+                inputs = torch.empty(packed_size(sample), dtype=torch.uint8, device=self._place.device)
+            self._graphs[size] = CapturedStep(
+                sample, lambda step: self._evaluate(step.batch), self._upload, self._place, inputs
+            )
+        log.info("captured steps with prompts of %d sizes in %.1f s", len(self._sizes), time.monotonic() - started)
+
+    def run(self, batch: RaggedBatch) -> torch.Tensor | None:
+        """Run a batch through its graph; returns logits [R, vocab_size], or None if no graph applies."""
+        num_rows = len(batch.logit_rows)
+        if batch.adapters is not None or max(len(batch.kv_lens), num_rows) > self._most_entries:
+            return None
+        size = next((size for size in self._sizes if size >= len(batch.input_ids)), None)
+        if size is None:
+            return None
+        graph = self._graphs[size]
+        step = _undrawn(pad_prompts(batch, size, self._most_entries, self._limits))
+        packed = torch.empty(packed_size(step), dtype=torch.uint8, device=self._place.device)
+        graph.load(self._upload.upload_step(step, into=packed), packed)
+        # Clone, because the next replay writes to the same memory.
+        return graph.replay()[:num_rows].clone()
+
+
+def pad_prompts(batch: RaggedBatch, num_tokens: int, num_entries: int, limits: BatchLimits) -> RaggedBatch:
+    """Pad a batch on the CPU to so many tokens and rows of logits, and to one entry more, which has the padding tokens.
+
+    The other padding entries have no tokens. None holds a position, so attention gives zeros to the padding tokens.
+    """
+    more_tokens = num_tokens - len(batch.input_ids)
+    more_entries = num_entries + 1 - len(batch.kv_lens)
+    width = -(-limits.max_position // limits.block_size)
+    pad = torch.nn.functional.pad
+    return RaggedBatch(
+        input_ids=pad(batch.input_ids, (0, more_tokens)),
+        positions=pad(batch.positions, (0, more_tokens)),
+        query_starts=torch.cat(
+            [
+                pad(batch.query_starts, (0, more_entries - 1), value=len(batch.input_ids)),
+                batch.query_starts.new_tensor([num_tokens]),
+            ]
+        ),
+        kv_lens=pad(batch.kv_lens, (0, more_entries)),
+        slots=tuple(pad(slots, (0, more_tokens), value=-1) for slots in batch.slots),
+        # Cut the columns past the longest sequence: no row reads them.
+        block_tables=tuple(pad(table[:, :width], (0, 0, 0, more_entries)).contiguous() for table in batch.block_tables),
+        logit_rows=pad(batch.logit_rows, (0, num_entries - len(batch.logit_rows))),
+        max_query_len=num_tokens,
+        max_kv_len=limits.max_position,
+    )
+
+
+def empty_prompt(num_tokens: int, num_entries: int, limits: BatchLimits) -> DecodeStep:
+    """Return a step of padding only, for a capture."""
+    nothing = torch.empty(0, dtype=torch.int64)
+    groups = len(limits.num_blocks)
+    width = -(-limits.max_position // limits.block_size)
+    batch = RaggedBatch(
+        input_ids=nothing,
+        positions=nothing,
+        query_starts=torch.zeros(1, dtype=torch.int32),
+        kv_lens=nothing.int(),
+        slots=(nothing,) * groups,
+        block_tables=(torch.empty((0, width), dtype=torch.int32),) * groups,
+        logit_rows=nothing,
+        max_query_len=num_tokens,
+        max_kv_len=limits.max_position,
+    )
+    return _undrawn(pad_prompts(batch, num_tokens, num_entries, limits))
+
+
+def _undrawn(batch: RaggedBatch) -> DecodeStep:
+    """Return a step of which no row is drawn on the device."""
+    return DecodeStep(batch, torch.empty((0, NUM_PARAMS), dtype=torch.float64))
