@@ -20,6 +20,11 @@ HTTP = "http://127.0.0.1:8000"
 ENVIRONMENT = {**os.environ, "PYTHONUNBUFFERED": "1"}
 
 
+def test_the_readme_says_where_make_demo_puts_the_command() -> None:
+    assert "VENV ?= .venv\n" in (ROOT / "Makefile").read_text()
+    assert re.search(r"^make demo +# .*\.venv/bin/genbatch", (ROOT / "README.md").read_text(), re.MULTILINE)
+
+
 def run(example: str, runtime: Path | None = None) -> str:
     done = subprocess.run(
         [sys.executable, "-W", "error::ResourceWarning", "-c", example],

@@ -228,6 +228,12 @@ OVERLOAD_GUARDS = (
         "one that never fits holds everybody back",
     ),
     Mutation(
+        "bodies of tiny chunks",
+        dropped,
+        ("actors/gateways/http/test_connection.py::test_between_the_tiny_chunks_of_a_body_other_tasks_run",),
+        "a body in chunks of a byte keeps all others waiting",
+    ),
+    Mutation(
         "share of the blocks",
         value_becomes("[]"),
         (

@@ -248,6 +248,9 @@ class HTTPConnection:
     async def _next_part(self) -> Message:
         event = await self._next_event()
         if isinstance(event, h11.Data):
+            # One read may bring ten thousand chunks of a byte: other clients' tasks run between them.
+            # guard: bodies of tiny chunks
+            await trio.lowlevel.checkpoint()
             return {"type": "http.request", "body": bytes(event.data), "more_body": True}
         self._is_body_read = True  # what trailers say is not used
         return {"type": "http.request", "body": b"", "more_body": False}

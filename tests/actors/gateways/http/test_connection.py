@@ -97,6 +97,32 @@ async def test_headers_have_a_time_in_which_they_must_arrive(autojump_clock: tri
         assert answer.startswith(b"HTTP/1.1 408 ") and b'"timeout"' in answer
 
 
+async def test_between_the_tiny_chunks_of_a_body_other_tasks_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_a_row, most, next_part = 0, 0, HTTPConnection._next_part
+
+    async def count(connection: HTTPConnection) -> Any:
+        nonlocal in_a_row, most
+        in_a_row += 1
+        most = max(most, in_a_row)
+        return await next_part(connection)
+
+    async def others() -> None:
+        nonlocal in_a_row
+        while True:
+            in_a_row = 0
+            await trio.lowlevel.checkpoint()
+
+    monkeypatch.setattr(HTTPConnection, "_next_part", count)
+    head, content = post(COMPLETION, {"prompt": "a " * 2000}).split(b"\r\n\r\n")
+    chunked = head.partition(b"Content-Length")[0] + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in content)
+    async with served_http() as served, trio.open_nursery() as nursery:
+        nursery.start_soon(others)
+        answer = await exchange(served, chunked + chunks + b"0\r\n\r\n")
+        nursery.cancel_scope.cancel()
+    assert answer.startswith(b"HTTP/1.1 200 ") and 0 < most < 20
+
+
 # The versions of HTTP
 
 
