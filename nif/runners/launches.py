@@ -307,7 +307,7 @@ class DecodeGraphs:
         drawn: [max_batch_size or more] int64 on the device.
         upload: copies steps to the device.
         limits: the pool's and the model's limits.
-        device: a CUDA device.
+        place: where graphs are captured.
         products: those that `decode` can take.
     """
 
@@ -318,7 +318,7 @@ class DecodeGraphs:
         drawn: torch.Tensor,
         upload: BatchUpload,
         limits: BatchLimits,
-        device: torch.device,
+        place: "CapturePlace",
         products: Sequence[Products] = (),
     ) -> None:
         self._options = options
@@ -328,17 +328,8 @@ class DecodeGraphs:
         self._drawn = drawn
         self._upload = upload
         self._limits = limits
-        self._device = device
-        self._place: CapturePlace | None = None
+        self._place = place
         self.cache = GraphCache(self._capture, options.max_cached_graphs)
-
-    @property
-    def place(self) -> "CapturePlace":
-        """Return where all graphs are captured."""
-        if self._place is None:
-            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            self._place = CapturePlace(stream, torch.cuda.graph_pool_handle())
-        return self._place
 
     def warm_up(self) -> None:
         """Capture every configured size now, so that no request waits for a capture."""
@@ -367,7 +358,7 @@ class DecodeGraphs:
         if found is None:
             return None
         graph, step = found
-        packed = torch.empty(packed_size(step), dtype=torch.uint8, device=self._device)
+        packed = torch.empty(packed_size(step), dtype=torch.uint8, device=self._place.inputs.device)
         graph.load(self._upload.upload_step(step, into=packed), packed)
         # Clone, because the next replay writes to the same memory.
         return graph.replay()[:num_tokens].clone()
@@ -380,7 +371,7 @@ class DecodeGraphs:
             graph, self._faster[key.num_tokens] = self._fastest(sample)
         else:  # a longer size of the same number of rows is captured while a request waits
             products = self._faster.get(key.num_tokens)
-            graph = CapturedStep(sample, partial(self._decode, products=products), self._upload, self.place)
+            graph = CapturedStep(sample, partial(self._decode, products=products), self._upload, self._place)
         self._drawn.copy_(drawn)
         return graph
 
@@ -388,37 +379,40 @@ class DecodeGraphs:
         captured: list[tuple[Replayable, Products]] = []
         for products in self._products:
             decode = partial(self._decode, products=products)
-            captured.append((CapturedStep(sample, decode, self._upload, self.place), products))
+            captured.append((CapturedStep(sample, decode, self._upload, self._place), products))
         return min(captured, key=lambda one: one[0].seconds())
 
 
 @dataclass(frozen=True, slots=True)
 class CapturePlace:
-    """The stream and the memory pool that all captures share.
+    """What all captured graphs share.
 
     Args:
-        stream: cuBLAS keeps a workspace of 32 MiB for each stream that it has computed on.
+        stream: graphs are captured on it. cuBLAS keeps a workspace of 32 MiB for each stream that it has computed on.
         memory: the pool of memory that graphs allocate from.
+        inputs: [bytes] uint8 on the device, for the largest packed step. One graph runs at a time, so all read it.
     """
 
     stream: torch.cuda.Stream
     memory: Any
+    inputs: torch.Tensor
 
-    @property
-    def device(self) -> torch.device:
-        """Return the stream's device."""
-        return self.stream.device
+    @classmethod
+    def on(cls, device: torch.device, size: int) -> "CapturePlace":
+        """Return a place on a CUDA device, for packed steps of up to `size` bytes."""
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        inputs = torch.empty(size, dtype=torch.uint8, device=device)
+        return cls(stream, torch.cuda.graph_pool_handle(), inputs)
 
 
 class CapturedStep:
-    """The captured step of one size: its input buffer on the device, its graph and its logits.
+    """The captured step of one size: where its input is on the device, its graph and its logits.
 
     Args:
         sample: a step of this size.
         decode: runs a step on the device; it returns logits.
         upload: copies steps to the device.
         place: where the graph is captured.
-        inputs: [bytes] uint8 on the device, a buffer that graphs share; None allocates one.
     """
 
     def __init__(
@@ -427,12 +421,9 @@ class CapturedStep:
         decode: Callable[[DecodeStep], torch.Tensor],
         upload: BatchUpload,
         place: CapturePlace,
-        inputs: torch.Tensor | None = None,
     ) -> None:
-        stream, device = place.stream, place.device
-        if inputs is None:
-            inputs = torch.empty(packed_size(sample), dtype=torch.uint8, device=device)
-        self._inputs = inputs
+        stream, self._inputs = place.stream, place.inputs
+        device = self._inputs.device
         self._tables_at = tables_offset(sample)
         step = upload.upload_step(sample, into=self._inputs)
         self._tables = step.batch.block_tables

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from genbatch.nif.engine_options import GraphOptions
+from genbatch.nif.engine_options import GraphKey, GraphOptions
 from genbatch.nif.runner import BatchLimits, RaggedBatch
 from genbatch.nif.runners.launches import (
     BatchUpload,
@@ -20,6 +20,7 @@ from genbatch.nif.runners.launches import (
     CapturePlace,
     DecodeStep,
     Replayable,
+    empty_step,
     packed_size,
 )
 from genbatch.nif.sampling.draw import NUM_PARAMS
@@ -55,17 +56,15 @@ class PromptGraphs:
         self._graphs: dict[int, Replayable] = {}  # by number of tokens
 
     def warm_up(self) -> None:
-        """Capture every size; all of them have one input, as no two run at a time."""
+        """Capture every size."""
         started = time.monotonic()
-        inputs: torch.Tensor | None = None
         for size in reversed(self._sizes):  # smaller graphs then fit into the memory of larger ones
             sample = empty_prompt(size, self._most_entries, self._limits)
-            if inputs is None:
-                inputs = torch.empty(packed_size(sample), dtype=torch.uint8, device=self._place.device)
-            self._graphs[size] = CapturedStep(
-                sample, lambda step: self._evaluate(step.batch), self._upload, self._place, inputs
-            )
+            self._graphs[size] = CapturedStep(sample, self._evaluate_step, self._upload, self._place)
         log.info("captured steps with prompts of %d sizes in %.1f s", len(self._sizes), time.monotonic() - started)
+
+    def _evaluate_step(self, step: DecodeStep) -> torch.Tensor:
+        return self._evaluate(step.batch)
 
     def run(self, batch: RaggedBatch) -> torch.Tensor | None:
         """Run a batch through its graph; returns logits [R, vocab_size], or None if no graph applies."""
@@ -77,7 +76,7 @@ class PromptGraphs:
             return None
         graph = self._graphs[size]
         step = _undrawn(pad_prompts(batch, size, self._most_entries, self._limits))
-        packed = torch.empty(packed_size(step), dtype=torch.uint8, device=self._place.device)
+        packed = torch.empty(packed_size(step), dtype=torch.uint8, device=self._place.inputs.device)
         graph.load(self._upload.upload_step(step, into=packed), packed)
         # Clone, because the next replay writes to the same memory.
         return graph.replay()[:num_rows].clone()
@@ -109,6 +108,14 @@ def pad_prompts(batch: RaggedBatch, num_tokens: int, num_entries: int, limits: B
         max_query_len=num_tokens,
         max_kv_len=limits.max_position,
     )
+
+
+def input_size(options: GraphOptions, limits: BatchLimits) -> int:
+    """Return the bytes of the largest packed step that the options capture."""
+    largest = GraphKey(options.max_batch_size, limits.max_position)
+    steps = [empty_step(largest, len(limits.num_blocks), limits.block_size)]
+    steps += [empty_prompt(num_tokens, options.max_batch_size, limits) for num_tokens in options.prompt_sizes()[-1:]]
+    return max(map(packed_size, steps))
 
 
 def empty_prompt(num_tokens: int, num_entries: int, limits: BatchLimits) -> DecodeStep:

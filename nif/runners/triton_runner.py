@@ -18,7 +18,7 @@ from genbatch.nif.kernels.sample import draw_tokens, next_tokens
 from genbatch.nif.runner import BatchLimits, Launched, LoraAdapter, RaggedBatch, check_batch
 from genbatch.nif.runners.attention import AttentionCall, LayerPool
 from genbatch.nif.runners.block_transfer import BlockTransfer
-from genbatch.nif.runners.launches import BatchUpload, DecodeGraphs, DecodeStep, Launches, empty_step, packed_size
+from genbatch.nif.runners.launches import BatchUpload, CapturePlace, DecodeGraphs, DecodeStep, Launches
 from genbatch.nif.runners.lean_llama import (
     DeviceLora,
     LeanLlama,
@@ -28,7 +28,7 @@ from genbatch.nif.runners.lean_llama import (
     plan_groups,
     why_not_lean,
 )
-from genbatch.nif.runners.prompt_graphs import PromptGraphs, empty_prompt
+from genbatch.nif.runners.prompt_graphs import PromptGraphs, input_size
 from genbatch.nif.runners.torch_runner import LoraHooks
 from genbatch.nif.runners.warm_up import WarmUp
 
@@ -147,18 +147,16 @@ class TritonRunner:
         if self._graph_options is None:
             return shared
         shared += _CUBLAS_WORKSPACE + unpacked  # for the capture stream, and for the graphs
-        keys = self._graph_options.captured_keys(self._longest)
-        step = empty_step(max(keys), len(self.groups), block_size)
-        logits = max(keys).num_tokens * self.vocab_size * (4 + self._model.dtype.itemsize)
-        # Count two pairs of buffers beside each graph's own input; the driver's memory for a graph is an estimate.
-        shared += logits + (len(keys) + 2) * packed_size(step) + len(keys) * _BYTES_PER_GRAPH
-        sizes = self._graph_options.prompt_sizes()
+        options = self._graph_options
+        sizes = options.prompt_sizes() if self._lean is not None else []
+        num_graphs = len(options.row_sizes()) + len(sizes)
+        limits = BatchLimits((0,) * len(self.groups), block_size, self.vocab_size, self._longest)
+        # The graphs share one input; a step comes in a buffer of its own, of which there are three.
+        shared += 4 * input_size(options, limits)
+        shared += options.max_batch_size * self.vocab_size * (4 + self._model.dtype.itemsize)  # logits
         if sizes and self._lean is not None:
-            limits = BatchLimits((0,) * len(self.groups), block_size, self.vocab_size, self._longest)
-            prompt = empty_prompt(sizes[-1], self._graph_options.max_batch_size, limits)
-            # The graphs share one input, which a step is copied into, and the activations of the largest.
-            shared += 2 * packed_size(prompt) + sizes[-1] * self._lean.bytes_per_token
-            shared += len(sizes) * _BYTES_PER_GRAPH
+            shared += sizes[-1] * self._lean.bytes_per_token
+        shared += num_graphs * _BYTES_PER_GRAPH  # an estimate
         return shared
 
     @runs_on_device
@@ -190,18 +188,18 @@ class TritonRunner:
             self._warm_up()
         if self._graph_options is not None:
             self._logits = torch.empty((captured_rows, self.vocab_size), dtype=torch.float32, device=device)
+            place = CapturePlace.on(device, input_size(self._graph_options, self._limits))
             self._graphs = DecodeGraphs(
                 self._graph_options,
                 self._decode,
                 self._drawn,
                 self._upload,
                 self._limits,
-                device,
+                place,
                 () if self._lean is None else self._lean.products,
             )
             self._graphs.warm_up()
             if self._graph_options.max_prompt_tokens:
-                place = self._graphs.place
                 graphs = PromptGraphs(self._graph_options, self._evaluate, self._upload, self._limits, place)
                 graphs.warm_up()
                 self._prompt_graphs = graphs

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -15,7 +14,7 @@ from genbatch.nif.engine_options import GraphOptions
 from genbatch.nif.errors import BatchError
 from genbatch.nif.runner import BatchLimits, Entry, Logits, RaggedBatch
 from genbatch.nif.runners import launches, prompt_graphs
-from genbatch.nif.runners.launches import BatchUpload, DecodeGraphs, DecodeStep, Launches, packed_size, tables_offset
+from genbatch.nif.runners.launches import BatchUpload, CapturePlace, DecodeGraphs, DecodeStep, Launches, tables_offset
 from genbatch.nif.runners.lean_llama import LeanStep
 from genbatch.nif.runners.prompt_graphs import PromptGraphs
 from genbatch.nif.runners.triton_runner import TritonRunner
@@ -39,9 +38,9 @@ class EagerStep:
     captured = 0
     times: ClassVar[dict[str, float]] = {}
 
-    def __init__(self, sample: DecodeStep, decode: Any, upload: BatchUpload, place: Any, inputs: Any = None) -> None:
+    def __init__(self, sample: DecodeStep, decode: Any, upload: BatchUpload, place: Any) -> None:
         EagerStep.captured += 1
-        self._inputs = torch.empty(packed_size(sample), dtype=torch.uint8) if inputs is None else inputs
+        self._inputs = place.inputs
         self._tables_at = tables_offset(sample)
         self._step = upload.upload_step(sample, into=self._inputs)
         self._tables = self._step.batch.block_tables
@@ -62,23 +61,27 @@ class EagerStep:
         """Nothing goes on by itself here."""
 
 
+def a_place() -> CapturePlace:
+    """Where nothing is captured; all steps read one input."""
+    nothing: Any = None
+    return CapturePlace(nothing, None, torch.empty(2**16, dtype=torch.uint8))
+
+
 @pytest.fixture
 def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> Callable[[TritonRunner, GraphOptions], None]:
     """Gives a runner graphs that are replayed without a GPU; to be called once it has its pool."""
     monkeypatch.setattr(launches, "CapturedStep", EagerStep)
     monkeypatch.setattr(prompt_graphs, "CapturedStep", EagerStep)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
 
     def give(runner: TritonRunner, options: GraphOptions) -> None:
         cpu, limits = torch.device("cpu"), runner._limits
+        place = a_place()
         assert isinstance(limits, BatchLimits)
         runner._drawn = torch.zeros(options.max_batch_size, dtype=torch.int64)
-        runner._graphs = DecodeGraphs(options, runner._decode, runner._drawn, runner._upload, limits, cpu)
+        runner._graphs = DecodeGraphs(options, runner._decode, runner._drawn, runner._upload, limits, place)
         runner._launches = Launches(cpu, runner._drawn, runner._upload, runner._decode, runner._graphs)
         if options.max_prompt_tokens:
             runner._logits = torch.empty((options.max_batch_size, runner.vocab_size))
-            place = SimpleNamespace(device=cpu)
             graphs = PromptGraphs(options, runner._evaluate, runner._upload, limits, place)
             graphs.warm_up()
             runner._prompt_graphs = graphs
@@ -201,7 +204,7 @@ def test_the_faster_products_are_captured_and_timed_once_for_a_number_of_rows(
     eager_graphs(runner, options)
     cpu, limits, lean = torch.device("cpu"), runner._limits, runner._lean
     assert limits is not None and lean is not None
-    graphs = DecodeGraphs(options, runner._decode, runner._drawn, runner._upload, limits, cpu, lean.products)
+    graphs = DecodeGraphs(options, runner._decode, runner._drawn, runner._upload, limits, a_place(), lean.products)
     runner._launches = Launches(cpu, runner._drawn, runner._upload, runner._decode, graphs)
     monkeypatch.setattr(EagerStep, "times", {"own": 2.0, "library": 1.0})
     taken: list[str | None] = []
