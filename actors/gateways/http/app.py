@@ -538,6 +538,7 @@ def make_app(
         ),
         Endpoint("/apply-template", llama.apply_template, "The prompt of a chat. llama.cpp's.", ChatFields),
         Endpoint("/props", llama.props, "The length of the context and the number of slots. llama.cpp's."),
+        Endpoint("/slots", llama.slots, "Which slots are taken; `fail_on_no_slot=1` is 503 if all are. llama.cpp's."),
         Endpoint("/tokenize", service.to_tokens, "The token ids of a text or of messages.", TokenizeBody),
         Endpoint("/detokenize", service.to_text, "The text of token ids.", DetokenizeBody),
         Endpoint(

@@ -1,4 +1,4 @@
-"""/completion, /infill, /apply-template and /props: the API of llama.cpp's server, which editors use for completions.
+"""The API of llama.cpp's server, which editors use for completions: /completion, /infill, /props, /slots and more.
 
     POST /completion {"prompt": "Once upon", "n_predict": 16}
     {"content": " a time", "stop": true, "stop_type": "limit", "tokens_predicted": 16, ...}
@@ -32,7 +32,7 @@ from genbatch.actors.gateways.http.generating import Generating, HTTPAnswer, New
 from genbatch.actors.gateways.http.openai_answer import HEARTBEAT, LOWEST, token_logprob
 from genbatch.actors.gateways.http.openai_request import read_chat, read_prompts
 from genbatch.actors.gateways.http.service_calls import HTTPCaller, HTTPCalls, TokenTexts
-from genbatch.proto.errors import GenbatchError, InvalidRequest
+from genbatch.proto.errors import GenbatchError, InvalidRequest, Unavailable
 from genbatch.proto.messages import Result, Token, TokenLogprob, Usage
 
 _NAMES = llama_names("") | {
@@ -296,3 +296,15 @@ class LlamaCppRoutes:
         modalities = {"vision": False, "audio": False}
         answer = {"default_generation_settings": settings, "total_slots": card.n_parallel, "model_alias": card.id}
         return JSON(answer | {"modalities": modalities, "build_info": "genbatch"})
+
+    async def slots(self, request: Request) -> Response:
+        """How many slots are taken. The first ones count as taken, and nothing tells of what they do."""
+        query = request.query_params
+        card = await self._calls.known_model(query.get("model"), request.state.caller)
+        stats = await self._calls.stats(request.state.caller)
+        own = stats.get("by_model", {}).get(card.parent or card.id, stats)
+        running = own.get("requests_running", 0)
+        if running >= card.n_parallel and query.get("fail_on_no_slot", "0") not in ("0", "false", ""):
+            raise Unavailable("all slots are taken", retry_after_ms=1000)
+        about = {"n_ctx": card.n_ctx, "speculative": False}
+        return JSON([{"id": slot, **about, "is_processing": slot < running} for slot in range(card.n_parallel)])

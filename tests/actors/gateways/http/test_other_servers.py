@@ -7,8 +7,12 @@ from typing import Any
 
 import httpx2
 import pytest
+import trio
 
 from genbatch.actors.gateways.http.openai_request import read_chat
+from genbatch.proto.service_messages import StatsRequest
+from tests.actors.gateways.http.serving import served_http
+from tests.actors.gateways.scripted_batcher import CARD, ScriptedBatcher
 from tests.actors.gateways.threaded_service import threaded_service
 from tests.tool_models import tool_model
 
@@ -248,3 +252,24 @@ def test_llama_cpps_apply_template_and_props_tell_about_the_model(client: httpx2
     assert refused.status_code == 400
     props = client.get("/props").json()
     assert props["default_generation_settings"]["n_ctx"] > 0 and props["total_slots"] > 0
+
+
+class _Counting(ScriptedBatcher):
+    """A Batcher that counts the requests that it holds."""
+
+    def _answer(self, request: Any) -> Any:
+        return {"requests_running": len(self.held)} if isinstance(request, StatsRequest) else super()._answer(request)
+
+
+@pytest.mark.trio
+async def test_llama_cpps_slots_tell_how_many_are_taken() -> None:
+    async with served_http(batcher=_Counting()) as served, trio.open_nursery() as nursery:
+        for num_taken in range(CARD.n_parallel + 1):
+            slots = (await served.client.get("/slots")).json()
+            assert [slot["is_processing"] for slot in slots] == [slot < num_taken for slot in range(CARD.n_parallel)]
+            assert [slot["id"] for slot in slots] == [*range(CARD.n_parallel)] and slots[0]["n_ctx"] == CARD.n_ctx
+            answer = await served.client.get("/slots", params={"fail_on_no_slot": 1})
+            assert answer.status_code == (200 if num_taken < CARD.n_parallel else 503)
+            nursery.start_soon(served.complete, f"hold {num_taken}")
+            await served.batcher.arrival(f"hold {num_taken}")
+        nursery.cancel_scope.cancel()
