@@ -1,12 +1,12 @@
-"""OfflineScheduler: many prompts through one model without a service.
+"""OfflineScheduler: run many prompts through one model without a service.
 
     scheduler = OfflineScheduler("smollm2")
     ids = [scheduler.add_request(prompt, max_new_tokens=32) for prompt in prompts]
     texts = scheduler.run()                    # or: while scheduler.has_unfinished(): scheduler.step()
 
-Requests may be added between two steps: they join the batch in mid decode, and nobody's output changes. An
-InferenceEngine is the model and its KV cache, stepped by hand; an InferenceSession one generation, its tokens and when
-it ends.
+Requests may be added between two steps. They join the batch in mid decode and change no other output. An
+InferenceEngine is a model with its KV cache, for programs that step it themselves. An InferenceSession is one
+generation: its tokens, and its end.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,12 +31,12 @@ from genbatch.proto.validation import RequestLimits, check_types, validate_reque
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOptions:
-    """How a prompt is continued.
+    """The options of one generation.
 
     Args:
-        max_new_tokens: tokens to generate at most; 0 is unlimited.
-        temperature, top_k, top_p: how to draw; they count only with `do_sample`, which is off for greedy.
-        seed: makes the draws repeatable, whatever else is in the batch.
+        max_new_tokens: most tokens to generate; 0 is unlimited.
+        temperature, top_k, top_p: the sampling parameters; without `do_sample` the generation is greedy.
+        seed: makes the draws repeatable in every batch.
         stop_on_eos: end at the model's end-of-sequence tokens.
     """
 
@@ -50,20 +50,20 @@ class SessionOptions:
 
 
 class InferenceSession:
-    """What one prompt became.
+    """One generation.
 
     Args:
-        model: gives the tokenizer and the end-of-sequence tokens.
-        prompt_tokens: at least one.
-        options: how it goes on.
-        max_positions: most positions the engine can hold; the session ends there in any case.
+        model: has the tokenizer and the end-of-sequence tokens.
+        prompt_tokens: at least one token.
+        options: the options of the generation.
+        max_positions: most positions of a sequence; the session ends there.
     """
 
     def __init__(self, model: Model, prompt_tokens: list[int], options: SessionOptions, *, max_positions: int) -> None:
         self.prompt_tokens = prompt_tokens
         self.generated_ids: list[int] = []
         self.finished = False
-        self.seq_id: int | None = None  # its place in the context; None while it waits and once it has ended
+        self.seq_id: int | None = None  # its slot in the context; None while it waits and after its end
         self._max_new_tokens = options.max_new_tokens
         self._stop_ids = model.eos_token_ids if options.stop_on_eos else frozenset[int]()
         self._max_positions = max_positions
@@ -75,17 +75,17 @@ class InferenceSession:
 
     @property
     def tokens(self) -> list[int]:
-        """Prompt and output."""
+        """The tokens of the prompt and of the output."""
         return self.prompt_tokens + self.generated_ids
 
     def apply_batch_logits(self, last_logits: torch.Tensor) -> int | None:
-        """Draws the next token from this session's row of logits, [vocab_size].
+        """Draw the next token from this session's row of logits, [vocab_size].
 
         Returns:
-            The token id; None, and nothing changes, once the session has finished.
+            The token id; None for a finished session, which does not change.
 
         Raises:
-            ValueError: the logits hold nothing that could be drawn.
+            ValueError: no token can be drawn from the logits.
         """
         if self.finished:
             return None
@@ -100,7 +100,7 @@ class InferenceSession:
         self.finished = (
             drawn.token_id in self._stop_ids
             or num_generated == self._max_new_tokens
-            # The token drawn last needs no place: its KV is never computed.
+            # The last token needs no position, because its KV is never computed.
             or position >= self._max_positions
         )
         if self.finished:
@@ -108,22 +108,22 @@ class InferenceSession:
         return drawn.token_id
 
     def decode_text(self) -> str:
-        """The text generated so far, special tokens left out."""
+        """Return the text generated so far, without special tokens."""
         return "".join(self._pieces)
 
 
-N_BATCH = 512  # tokens of a prompt evaluated in one forward
+N_BATCH = 512  # most tokens of a prompt in one forward
 
 
 class InferenceEngine:
-    """One forward for all sessions at once, each of its own length, none padded.
+    """Evaluates sessions of different lengths in one forward, without padding.
 
     Args:
-        model: a loaded model; or what `load_model` takes, which runs as fast as it can here, as a service's does.
-        n_ctx: positions in the KV pool, all sessions together.
-        n_parallel: sessions that run at once.
-        use_amp: run the forward under autocast, and so in torch.
-        amp_dtype: autocast's precision.
+        model: a loaded model; or a name or path for `load_model`, with the runner that a service would choose.
+        n_ctx: positions in the KV pool, for all sessions together.
+        n_parallel: most sessions that run at once.
+        use_amp: run the forward in torch under autocast.
+        amp_dtype: the precision of autocast.
 
     Raises:
         ModelError: the model cannot be loaded.
@@ -149,28 +149,28 @@ class InferenceEngine:
 
     @property
     def max_positions(self) -> int:
-        """Most positions one session may hold."""
+        """The most positions of one session."""
         return self.context.max_positions
 
     def has_room(self, num_positions: int, *, spare: int) -> bool:
-        """Whether the pool has the blocks for so many positions and `spare` blocks more."""
+        """Return whether the pool has the blocks for so many positions, and `spare` more blocks."""
         kv = self.context.kv
         needed = kv.most_held(num_positions, self.context.n_batch)
         return all(count + spare <= free for count, free in zip(needed, kv.free_blocks, strict=True))
 
     def prefill(self, session: InferenceSession) -> None:
-        """Gives a session a slot and evaluates all its tokens but the last, which the next step takes.
+        """Give a session a slot, and evaluate all its tokens except the last token, which the next step evaluates.
 
         Raises:
-            OutOfBlocks: the pool has no room for it now; nothing is held.
+            OutOfBlocks: the pool has too few free blocks now; the session gets no slot.
         """
         slot = self.free_slots.pop(0)
         tokens = session.tokens
         try:
-            held = self.context.attach_prefix(slot, tokens)
-            if held < len(tokens) - 1:
+            cached = self.context.attach_prefix(slot, tokens)
+            if cached < len(tokens) - 1:
                 with self._autocast():
-                    self.context.prefill(tokens[held:-1], slot, held)
+                    self.context.prefill(tokens[cached:-1], slot, cached)
         except BaseException:
             self.context.seq_rm(slot)
             self.free_slots.insert(0, slot)
@@ -179,17 +179,17 @@ class InferenceEngine:
 
     @torch.inference_mode()
     def decode_step_sessions(self, sessions: Sequence[InferenceSession]) -> torch.Tensor:
-        """Evaluates the last token of every session in one forward.
+        """Evaluate the last token of every session in one forward.
 
         Args:
-            sessions: prefilled ones that have not finished, at least one.
+            sessions: prefilled sessions that have not finished; at least one.
 
         Returns:
             The logits of each session's next token, [len(sessions), vocab_size] float32.
 
         Raises:
             BatchError: a session has finished or was not prefilled; nothing was changed.
-            OutOfBlocks: the pool cannot hold the new tokens; nothing was changed.
+            OutOfBlocks: the pool has too few free blocks for the new tokens; nothing was changed.
         """
         batch = []
         for session in sessions:
@@ -201,14 +201,14 @@ class InferenceEngine:
             return torch.cat(self.context.eval(batch))
 
     def release_kv_blocks(self, session: InferenceSession) -> None:
-        """Gives a session's slot and blocks back; fine if it holds none."""
+        """Return a session's slot and blocks to the pool; a session without a slot does not change."""
         if session.seq_id is not None:
             self.context.seq_rm(session.seq_id)
             self.free_slots.append(session.seq_id)
             session.seq_id = None
 
     def close(self) -> None:
-        """Releases the KV pool."""
+        """Release the KV pool."""
         self.context.close()
 
     def _autocast(self) -> torch.autocast:
@@ -216,11 +216,11 @@ class InferenceEngine:
 
 
 class OfflineScheduler:
-    """Runs as many sessions at once as there are slots; the others wait in their order.
+    """Runs a session in each slot; further sessions wait in their order.
 
     Args:
-        model: a loaded model, what `load_model` takes, or a ready InferenceEngine.
-        options: further arguments of InferenceEngine.
+        model: a loaded model, a name or path for `load_model`, or an InferenceEngine.
+        options: other arguments of InferenceEngine.
     """
 
     def __init__(self, model: InferenceEngine | Model | str = "smollm2", **options: Any) -> None:
@@ -243,14 +243,14 @@ class OfflineScheduler:
         seed: int = 0,
         stop_on_eos: bool = True,
     ) -> int:
-        """Queues a prompt, text or token ids; returns its id. The rest is as SessionOptions says.
+        """Queue a prompt, a text or token ids, and return the request's id. The options are those of SessionOptions.
 
         Raises:
             InvalidRequest: an option is out of range; the error names it.
             PromptTooLong: no token fits after the prompt.
         """
         text = isinstance(prompt, str)
-        wanted = GenerateRequest(
+        request = GenerateRequest(
             prompt=prompt if isinstance(prompt, str) else None,
             token_ids=None if isinstance(prompt, str) else list(prompt),
             temperature=temperature,
@@ -258,8 +258,8 @@ class OfflineScheduler:
             top_p=top_p,
             seed=seed,
         )
-        check_types(wanted)
-        validate_request(wanted, RequestLimits())
+        check_types(request)
+        validate_request(request, RequestLimits())
         if max_new_tokens < 0:
             raise InvalidRequest("max_new_tokens", f"{max_new_tokens} is negative; 0 is unlimited")
         model, room = self.engine.model, self.engine.max_positions
@@ -287,17 +287,17 @@ class OfflineScheduler:
         return request_id
 
     def has_unfinished(self) -> bool:
-        """Whether a step would do anything."""
+        """Return whether a request waits or runs."""
         return bool(self._waiting or self._running)
 
     def step(self) -> dict[int, int]:
-        """Lets waiting requests join, then draws one token for every running one; {} when nothing is left.
+        """Start waiting requests, then draw one token for every running request.
 
         Returns:
-            Token ids by request id.
+            Token ids by request id; {} without unfinished requests.
 
         Raises:
-            OutOfBlocks: the KV pool cannot hold even one request.
+            OutOfBlocks: the KV pool is too small for one request.
         """
         self._join()
         if not self._running:
@@ -315,21 +315,21 @@ class OfflineScheduler:
         return tokens
 
     def run(self) -> dict[int, str]:
-        """Steps until nothing is left; the texts of all requests by id."""
+        """Step until all requests have finished, and return their texts by id."""
         while self.has_unfinished():
             self.step()
         return {request_id: session.decode_text() for request_id, session in self._sessions.items()}
 
     def session(self, request_id: int) -> InferenceSession:
-        """The session of a request, running or finished."""
+        """Return the session of a request, running or finished."""
         return self._sessions[request_id]
 
     def close(self) -> None:
-        """Releases the engine's KV pool."""
+        """Release the engine's KV pool."""
         self.engine.close()
 
     def _decode(self) -> tuple[list[InferenceSession], torch.Tensor]:
-        """One forward over those running; the newest are paused until the others fit."""
+        """Evaluate the running sessions in one forward; pause the newest sessions until the others fit."""
         while True:
             sessions = list(self._running.values())
             try:
@@ -342,7 +342,7 @@ class OfflineScheduler:
     def _join(self) -> None:
         while self._waiting and self.engine.free_slots:
             session = self._waiting[0]
-            # A block to grow into for everybody who runs: else one would join only to be paused at once.
+            # Leave a block for the growth of each running session, or the new session would be paused at once.
             if self._running and not self.engine.has_room(len(session.tokens), spare=len(self._running) + 1):
                 return
             self.engine.prefill(session)
@@ -350,7 +350,7 @@ class OfflineScheduler:
             self._running[self._ids[session]] = session
 
     def _pause(self, session: InferenceSession) -> None:
-        """Frees the newest session's blocks; it goes on from its own tokens once there is room."""
+        """Free the blocks of a session. It resumes from its tokens when the pool has room."""
         del self._running[self._ids[session]]
         self.engine.release_kv_blocks(session)
         self._waiting.insert(0, session)
@@ -363,7 +363,7 @@ def generate_batch(
     show_progress: bool = True,
     **params: Any,
 ) -> list[str]:
-    """The texts for all prompts, in their order; `params` are those of `OfflineScheduler.add_request`."""
+    """Return the texts for all prompts in their order; `params` are those of `OfflineScheduler.add_request`."""
     scheduler = OfflineScheduler(model)
     ids = [scheduler.add_request(prompt, **params) for prompt in prompts]
     columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
