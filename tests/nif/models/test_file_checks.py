@@ -33,6 +33,7 @@ from genbatch.nif.models.weight_source import StoredTensor
 from genbatch.nif.native.library import WEIGHT_F32, WEIGHT_I8, native_library
 from genbatch.nif.native.runner import native_runner
 from genbatch.nif.native.weights import WeightPacker
+from genbatch.nif.text import tokenizer_process
 from tests.nif.models.gguf_files import batch_of, write_llama
 
 
@@ -483,7 +484,10 @@ def test_a_quantize_config_that_cannot_be_is_refused(copy: Path, raw: str) -> No
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_a_tokenizer_that_panics_or_grows_texts_is_refused(copy: Path, part: str, value: Any) -> None:
+def test_a_tokenizer_that_panics_or_grows_texts_is_refused(
+    copy: Path, part: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_process, "LOAD_S", 2.0)  # of processor time; one of these takes all of it, twice
     edit(copy / "tokenizer.json", **{part: value})
     assert all("its tokenizer cannot be read" in reason for reason in refusal(copy).splitlines())
 
