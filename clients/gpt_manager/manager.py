@@ -1,4 +1,4 @@
-"""GptManager: TensorRT-LLM's batch manager, a facade over the Batcher for clients that speak in callbacks.
+"""GptManager: TensorRT-LLM's batch manager, as a facade over the Batcher for clients with callbacks.
 
     manager = GptManager(
         "smollm2",
@@ -11,17 +11,17 @@
         return_batch_manager_stats_cb,  # (json_string)
     )
     ...
-    manager.close()                     # what is active ends first
+    manager.close()                     # active requests end first
 
 The constructor starts a worker thread, on which all callbacks run. An iteration of its loop:
 
-    fetch       GetInferenceRequestsCallback(free capacity); what is refused waits for the respond phase
+    fetch       GetInferenceRequestsCallback(free capacity); refused requests wait for the respond phase
     step        one `Iterate` of the Batcher: finish, plan, start, step
-    stop        PollStopSignalCallback; the Batcher ends those requests and frees what they hold
+    stop        PollStopSignalCallback; the Batcher ends those requests and frees their slots and blocks
     respond     SendResponseCallback, once for each new token of a stream and for each request that has ended
     report      ReturnBatchManagerStatsCallback, if any request was active
 
-The callbacks run one at a time: while one runs nothing else happens here.
+The callbacks run one at a time, and the loop waits for each.
 """
 
 import json
@@ -65,10 +65,10 @@ TIMESTAMP = "%m-%d-%Y %H:%M:%S"
 
 
 class GptStatistics:
-    """Turns iterations into reports and keeps what outlives one: the counter and V1's group.
+    """Turns iterations into reports; keeps the counter, and V1's group, from one iteration to the next.
 
     Args:
-        model_type: decides which fields there are.
+        model_type: determines the fields of a report.
         max_requests: the "Max Request Count".
     """
 
@@ -76,14 +76,14 @@ class GptStatistics:
         self._model_type = model_type
         self._max_requests = max_requests
         self._counter = 0
-        self._group: dict[Hashable, int] = {}  # of V1: widths by tag, those that have ended included
+        self._group: dict[Hashable, int] = {}  # V1: widths by tag, of ended requests too
 
     def report(self, iteration: Iteration, widths: Mapping[Hashable, int], micro_batch: int) -> str:
-        """The statistics of one iteration.
+        """Return the statistics of one iteration.
 
         Args:
-            widths: beams of the requests that were active in it, by tag.
-            micro_batch: which micro-batch it evaluated.
+            widths: beams of the active requests, by tag.
+            micro_batch: the micro-batch that the iteration evaluated.
         """
         self._counter += 1
         fields: dict[str, str | int] = {
@@ -113,7 +113,7 @@ class GptStatistics:
         return json.dumps(fields)
 
     def _empty_slots(self, iteration: Iteration, widths: Mapping[Hashable, int]) -> int:
-        """Slots of the group's ended members, which nobody takes until the whole group has ended."""
+        """Return the slots of the group's ended members, which stay empty until the whole group has ended."""
         if not _overlaps(self._group, widths):
             self._group = {}
         for tag in iteration.context:
@@ -129,7 +129,7 @@ def _overlaps(group: Collection[Hashable], active: Collection[Hashable]) -> bool
 
 log = logging.getLogger("genbatch")
 
-# How soon an idle loop asks for requests again: the documented loop never rests, and this one takes no core of it.
+# Seconds between two fetches of an idle loop. The documented loop never sleeps; this loop leaves the core to others.
 IDLE_POLL_S = 0.002
 
 GetInferenceRequestsCallback = Callable[[int], Iterable[InferenceRequest]]
@@ -140,7 +140,7 @@ ReturnBatchManagerStatsCallback = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class GptCallbacks:
-    """The client's functions; the last two may be missing."""
+    """The client's functions; the last two are optional."""
 
     get_inference_requests: GetInferenceRequestsCallback
     send_response: SendResponseCallback
@@ -153,8 +153,8 @@ class GptIterations:
 
     Args:
         batcher: the Batcher's ref.
-        nursery: where the calls wait for their replies.
-        is_closing: whether to take no more requests and to end once none is active.
+        nursery: the calls wait for their replies in it.
+        is_closing: whether to take no more requests, and to end without active requests.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class GptIterations:
         self._micro_batch = 0
 
     async def run(self) -> None:
-        """Iterates until told to close and nothing is active; whatever ends it, every request gets its final."""
+        """Iterate until the manager closes and no request is active. In every case, each request gets its final."""
         try:
             while True:
                 closing = self._is_closing()
@@ -190,7 +190,7 @@ class GptIterations:
                 await self._iterate()
         except BaseException as error:
             if isinstance(error, Exception):
-                # Shielded: a crash of the model's actor cancels this task too, and the finals come first.
+                # Shielded, because a crash of the model's actor cancels this task before the finals are sent.
                 with trio.CancelScope(shield=True), suppress(ActorError):
                     await self._interrupt(self._active)
             for request in self._active.values():
@@ -204,24 +204,24 @@ class GptIterations:
     async def _fetch(self) -> None:
         limit = self._engine.build.max_batch_size
         capacity = -1 if limit is None else limit - len(self._active)
-        for wanted in self._callbacks.get_inference_requests(capacity):
+        for inference_request in self._callbacks.get_inference_requests(capacity):
             try:
-                await self._accept(wanted)
+                await self._accept(inference_request)
             except GenbatchError as error:
-                self._refused.append((wanted.request_id, str(error)))
+                self._refused.append((inference_request.request_id, str(error)))
 
-    async def _accept(self, wanted: InferenceRequest) -> None:
-        if wanted.request_id in self._active:
-            raise InvalidRequest("request_id", f"{wanted.request_id} is in flight")
+    async def _accept(self, inference_request: InferenceRequest) -> None:
+        if inference_request.request_id in self._active:
+            raise InvalidRequest("request_id", f"{inference_request.request_id} is in flight")
         limit = self._engine.build.max_batch_size
         if limit is not None and len(self._active) >= limit:
             raise QueueFull(f"{limit} requests are in flight, as many as max_batch_size allows")
-        request = read_request(wanted, self._engine)
+        request = read_request(inference_request, self._engine)
         if self._engine.overlap:
             sizes = [sum(other.micro_batch == index for other in self._active.values()) for index in (0, 1)]
             request.micro_batch = int(sizes[1] < sizes[0])
         self._active[request.request_id] = request
-        # Started one after the other, so that the mailbox has them in the client's order.
+        # Tasks start one after another, so that the mailbox has the requests in the client's order.
         await self._nursery.start(self._serve, request)
 
     async def _serve(self, request: GptRequest, task_status: trio.TaskStatus[None]) -> None:
@@ -244,7 +244,7 @@ class GptIterations:
         turn = self._turn()
         sit_out = frozenset(one.message.tag for one in self._active.values() if one.micro_batch != turn)
         iteration: Iteration = await self._batcher.call(Iterate(sit_out), timeout=None)
-        # The replies of requests that ended came no later than this one; their tasks may be behind this one.
+        # The replies of ended requests have arrived by now, but their tasks may not have run.
         await trio.lowlevel.checkpoint()
         await self._stop()
         self._respond()
@@ -253,7 +253,7 @@ class GptIterations:
             await trio.sleep(IDLE_POLL_S)
 
     def _turn(self) -> int:
-        """Which micro-batch this iteration evaluates: the other one, unless that one is empty."""
+        """Return this iteration's micro-batch: the other micro-batch, unless it is empty."""
         there = {request.micro_batch for request in self._active.values()}
         other = 1 - self._micro_batch
         if other in there or not there:
@@ -280,7 +280,7 @@ class GptIterations:
             self._respond_to(request)
 
     def _respond_to(self, request: GptRequest) -> None:
-        """Sends what is new of a request; its id is free again before its final response."""
+        """Send the new tokens or the end of a request. Its id is free again before its final response."""
         while request.tokens and request.fault is None:
             token, row = request.tokens.pop(0)
             final = request.result is not None and not request.tokens
@@ -310,7 +310,7 @@ class GptIterations:
     # Helpers
 
     def _send(self, request_id: int, tensors: ResponseTensors | tuple[()], final: bool, error: str) -> bool:
-        """Whether the callback took it; one that raises concerns its own request only."""
+        """Call the send callback; return False if it raised, which ends this request only."""
         try:
             self._callbacks.send_response(request_id, tensors, final, error)
         except Exception:
@@ -319,7 +319,7 @@ class GptIterations:
         return True
 
 
-# Room for the calls of one iteration: a client may hand over any number of requests at once.
+# Room for the calls of one iteration: a client may send any number of requests at once.
 MAILBOX_SIZE = 2**20
 SHUTDOWN_S = 30.0
 
@@ -327,19 +327,19 @@ SHUTDOWN_S = 30.0
 class GptManager:
     """Reads requests from the client and answers them until it is closed.
 
-    Each request gets exactly one final response, whatever happens to it. A request the engine cannot take is refused
-    alone: its id is in flight, a tensor is wrong, it exceeds a limit, or it exceeds the number asked for.
+    Each request gets exactly one final response in every case. The engine refuses a request without effect on others:
+    its id is in flight, a tensor is wrong, it exceeds a limit, or the client returned more requests than requested.
 
     Args:
-        model_path: a Hugging Face directory, a name or a .gguf file; or a model that is loaded already.
+        model_path: a Hugging Face directory, a name or a .gguf file; or a loaded model.
         model_type: see BatchingType.
         max_beam_width: most beams of one request.
-        scheduler_policy: whether requests may be paused (MAX_UTILIZATION) or are started only once their whole KV
-            fits (GUARANTEED_NO_EVICT).
-        get_inference_requests_cb: called at the start of every iteration with how many requests can be taken.
-        send_response_cb: called at the end of an iteration, with ResponseTensors (none with an error). When it
-            raises, the request it was called for ends.
-        poll_stop_signal_cb: called at the end of every iteration; those requests end with what they have.
+        scheduler_policy: MAX_UTILIZATION may pause requests; GUARANTEED_NO_EVICT starts a request only if its whole
+            KV fits.
+        get_inference_requests_cb: called at the start of every iteration with the free capacity in requests.
+        send_response_cb: called at the end of an iteration with ResponseTensors; an error has none. If the callback
+            raises, its request ends.
+        poll_stop_signal_cb: called at the end of every iteration; these requests end with their output so far.
         return_batch_manager_stats_cb: called at the end of every iteration in which a request was active.
         optional_params: see TrtGptModelOptionalParams.
         build_config: limits and outputs that the documents fix when an engine is built.
@@ -384,12 +384,13 @@ class GptManager:
             self.close()
 
     def close(self) -> None:
-        """Takes no more requests, waits until none is active, ends the worker. Closing twice is fine.
+        """Take no more requests, wait for the active requests, and end the worker. A second call does nothing.
 
-        Called by a callback it does not wait.
+        A call by a callback does not wait.
 
         Raises:
-            Exception: what ended the worker early: a callback other than the send callback, or the model's actor.
+            Exception: the error that ended the worker early, of the model's actor or of a callback (but not of the
+                send callback).
         """
         self._closing.set()
         if threading.current_thread() is self._thread:
@@ -408,7 +409,7 @@ class GptManager:
         self.close()
 
     def _is_closing(self) -> bool:
-        # A program that ends without closing must not wait for its own worker for ever.
+        # A program that ends without `close` must not wait for its worker for ever.
         return self._closing.is_set() or not threading.main_thread().is_alive()
 
     def _work(self) -> None:
@@ -438,7 +439,7 @@ class GptManager:
 
 
 def _innermost(error: BaseException) -> BaseException:
-    """The failure itself, out of the groups that nurseries put around it."""
+    """Return the error inside the groups that nurseries raise."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
