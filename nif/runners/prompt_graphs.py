@@ -27,6 +27,8 @@ from genbatch.nif.sampling.draw import NUM_PARAMS
 
 log = logging.getLogger("genbatch")
 
+_MOST_ROWS = 64  # of logits, where fewer sequences decode: drafted tokens need a row each
+
 
 class PromptGraphs:
     """Captured steps with prompts, by their padded number of tokens.
@@ -69,10 +71,10 @@ class PromptGraphs:
     def run(self, batch: RaggedBatch) -> torch.Tensor | None:
         """Run a batch through its graph; returns logits [R, vocab_size], or None if no graph applies."""
         num_rows = len(batch.logit_rows)
-        if batch.adapters is not None or max(len(batch.kv_lens), num_rows) > self._most_entries:
-            return None
         size = next((size for size in self._sizes if size >= len(batch.input_ids)), None)
-        if size is None:
+        if size is None or batch.adapters is not None or len(batch.kv_lens) > self._most_entries:
+            return None
+        if num_rows > logit_rows(size, self._most_entries):
             return None
         graph = self._graphs[size]
         step = _undrawn(pad_prompts(batch, size, self._most_entries, self._limits))
@@ -80,6 +82,11 @@ class PromptGraphs:
         graph.load(self._upload.upload_step(step, into=packed), packed)
         # Clone, because the next replay writes to the same memory.
         return graph.replay()[:num_rows].clone()
+
+
+def logit_rows(num_tokens: int, num_entries: int) -> int:
+    """Return the rows of logits of a captured step of so many tokens, for up to `num_entries` sequences."""
+    return max(num_entries, min(num_tokens, _MOST_ROWS))
 
 
 def pad_prompts(batch: RaggedBatch, num_tokens: int, num_entries: int, limits: BatchLimits) -> RaggedBatch:
@@ -104,7 +111,7 @@ def pad_prompts(batch: RaggedBatch, num_tokens: int, num_entries: int, limits: B
         slots=tuple(pad(slots, (0, more_tokens), value=-1) for slots in batch.slots),
         # Cut the columns past the longest sequence: no row reads them.
         block_tables=tuple(pad(table[:, :width], (0, 0, 0, more_entries)).contiguous() for table in batch.block_tables),
-        logit_rows=pad(batch.logit_rows, (0, num_entries - len(batch.logit_rows))),
+        logit_rows=pad(batch.logit_rows, (0, logit_rows(num_tokens, num_entries) - len(batch.logit_rows))),
         max_query_len=num_tokens,
         max_kv_len=limits.max_position,
     )

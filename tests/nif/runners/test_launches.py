@@ -81,7 +81,7 @@ def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> Callable[[TritonRunner, Gra
         runner._graphs = DecodeGraphs(options, runner._decode, runner._drawn, runner._upload, limits, place)
         runner._launches = Launches(cpu, runner._drawn, runner._upload, runner._decode, runner._graphs)
         if options.max_prompt_tokens:
-            runner._logits = torch.empty((options.max_batch_size, runner.vocab_size))
+            runner._logits = torch.empty((runner._logit_rows(options), runner.vocab_size))
             graphs = PromptGraphs(options, runner._evaluate, runner._upload, limits, place)
             graphs.warm_up()
             runner._prompt_graphs = graphs
@@ -356,15 +356,17 @@ def test_h14_padded_steps_with_prompts_give_the_logits_of_eager_steps(
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_h14_a_step_with_more_rows_of_logits_than_sequences_runs_eagerly(tiny_model: Any, eager_graphs: Any) -> None:
+@pytest.mark.parametrize("length", [6, 12, 13])
+def test_h14_captured_steps_give_logits_of_drafted_tokens(length: int, tiny_model: Any, eager_graphs: Any) -> None:
+    """With a row for each token, in the largest captured size and beyond."""
     model = tiny_model("llama")
-    runner = TritonRunner(model)
-    context = Context(model, runner, n_ctx=96, n_parallel=2, block_size=BLOCK_SIZE)
-    eager_graphs(runner, GraphOptions(max_batch_size=2, max_prompt_tokens=12))
-    assert runner._prompt_graphs is not None
-    tokens = tuple(range(3, 9))
-    every = context.eval([Entry(0, tokens, 0, Logits.ALL)])[0]
-    context.seq_rm(0)
-    last = context.eval([Entry(0, tokens, 0)])[0]
-    assert every is not None and last is not None
-    torch.testing.assert_close(every[-1], last.view(-1), rtol=1e-5, atol=1e-5)
+    found = []
+    for captures in (False, True):
+        runner = TritonRunner(model)
+        context = Context(model, runner, n_ctx=96, n_parallel=2, block_size=BLOCK_SIZE)
+        if captures:
+            eager_graphs(runner, GraphOptions(max_batch_size=2, max_prompt_tokens=12))
+        found.append(context.eval([Entry(0, tuple(range(3, 3 + length)), 0, Logits.ALL)])[0])
+    expected, actual = found
+    assert expected is not None and actual is not None and len(actual) == length
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
