@@ -12,10 +12,13 @@ session that was used longest ago.
 
 import hashlib
 import os
+import re
 import tempfile
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
+
+from filelock import FileLock
 
 from genbatch.nif.trusted_files import NotOurs, is_private, private_folder
 from genbatch.proto.errors import InvalidRequest, Unavailable
@@ -24,6 +27,10 @@ from genbatch.proto.validation import validate_session
 
 _ENDING = ".session"
 _DIGEST_BYTES = 32
+_TENANT = "[0-9a-f]" * 32
+_PARTIAL = re.compile(r"tmp\w+\.partial")
+# Seconds. Another service over the same folder may write a gigabyte meanwhile.
+_LOCK_S = 10.0
 # Milliseconds until a disk that takes nothing may take something.
 _RETRY_AFTER_DISK_MS = 30_000
 
@@ -54,24 +61,30 @@ class SessionFiles:
         try:
             path = self._path(request)
             private_folder(self._folder)
-            folder = private_folder(path.parent)
-            self._make_room(size, path)
-            descriptor, partial = tempfile.mkstemp(dir=folder, suffix=".partial")  # for this user alone
-            try:
-                with os.fdopen(descriptor, "wb") as file:
-                    file.write(hashlib.sha256(state).digest())
-                    file.write(state)
-                    file.flush()
-                    os.fsync(descriptor)
-                Path(partial).replace(path)
-            except BaseException:
-                Path(partial).unlink(missing_ok=True)
-                raise
+            # One service at a time, so that a file in work is only what a killed one left.
+            with FileLock(self._folder / "lock", timeout=_LOCK_S):
+                self._make_room(size, path)
+                self._write(path, state)
         except (NotOurs, OSError) as fault:
-            reason = fault.strerror if isinstance(fault, OSError) else "others may write to its folder"
+            reason = (fault.strerror or str(fault)) if isinstance(fault, OSError) else "others may write to its folder"
             told = f"the session cannot be kept: {reason}"
             raise Unavailable(told, retry_after_ms=_RETRY_AFTER_DISK_MS) from fault
         return size
+
+    def _write(self, path: Path, state: bytes) -> None:
+        descriptor, partial = tempfile.mkstemp(
+            dir=private_folder(path.parent), suffix=".partial"
+        )  # for this user alone
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(hashlib.sha256(state).digest())
+                file.write(state)
+                file.flush()
+                os.fsync(descriptor)
+            Path(partial).replace(path)
+        except BaseException:
+            Path(partial).unlink(missing_ok=True)
+            raise
 
     def read(self, request: ResumeSessionRequest) -> bytes:
         """Return the bytes of a session.
@@ -107,12 +120,15 @@ class SessionFiles:
         return self._folder / tenant / f"{request.name}{_ENDING}"
 
     def _make_room(self, size: int, replaced: Path) -> None:
-        """Remove sessions until `size` bytes fit; what an interrupted write left goes first."""
+        """Remove sessions until `size` bytes fit; what an interrupted write left goes first.
+
+        The operator may have named a folder with other content, which stays.
+        """
         files: dict[Path, os.stat_result] = {}
-        for path in self._folder.glob("*/*"):
-            if path.suffix != _ENDING:
+        for path in self._folder.glob(f"{_TENANT}/*"):
+            if _PARTIAL.fullmatch(path.name):
                 path.unlink(missing_ok=True)
-            elif path != replaced:
+            elif path.suffix == _ENDING and path != replaced:
                 files[path] = path.lstat()
         held = Counter[Path]()
         for path, status in files.items():

@@ -19,10 +19,11 @@ import hashlib
 import logging
 import os
 import queue
+import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -34,6 +35,9 @@ log = logging.getLogger("genbatch")
 
 _DIGEST_BYTES = 32
 _ENDING = ".block"
+_IDENTITY = re.compile(r"[0-9a-f]{32}")
+_BLOCK = re.compile(r"[0-9a-f]{64}\.block")
+_PARTIAL = re.compile(r"tmp\w+\.partial")
 _MAX_QUEUED = 1 << 14  # blocks that wait to be written; later ones are left out
 _PAUSE_S = 60.0  # after an error the disk gets no blocks for so long
 _READ_S = 1.0  # a disk that takes longer for a prompt's blocks is not waited for
@@ -128,11 +132,8 @@ class DiskCache:
         """Learn which blocks earlier processes have written."""
         try:
             for entry in os.scandir(self._folder):
-                if entry.name.endswith(_ENDING):
-                    with suppress(ValueError):
-                        self._known.add(bytes.fromhex(entry.name.removesuffix(_ENDING)))
-                elif entry.stat(follow_symlinks=False).st_mtime < time.time() - _STALE_S:
-                    Path(entry.path).unlink(missing_ok=True)  # of a writer that was killed
+                if _BLOCK.fullmatch(entry.name):
+                    self._known.add(bytes.fromhex(entry.name.removesuffix(_ENDING)))
             self._make_room()
         except OSError as fault:
             self._failed("cannot be tidied", fault)
@@ -154,28 +155,39 @@ class DiskCache:
         self.num_written += 1
 
     def _make_room(self) -> None:
-        """Remove the files of all identities that were used longest ago, down to a share of the bound."""
+        """Remove the blocks of all identities that were used longest ago, down to a share of the bound."""
         try:
             with FileLock(self._root / "lock", timeout=0):
-                files = []
-                for folder in os.scandir(self._root):
-                    for entry in os.scandir(folder.path) if folder.is_dir(follow_symlinks=False) else ():
-                        with suppress(FileNotFoundError):  # another process has renamed or removed it
-                            status = entry.stat(follow_symlinks=False)
-                            files.append((status.st_mtime_ns, status.st_size, entry.path))
-                size = sum(file[1] for file in files)
+                blocks = sorted(self._all_blocks())
+                size = sum(block[1] for block in blocks)
                 self._uncounted = 0
                 if size <= (1 - _UNCOUNTED_SHARE) * self._max_bytes:
                     return
-                for _, count, path in sorted(files):
+                for _, count, path in blocks:
                     if size <= _LEFT_SHARE * self._max_bytes:
                         break
                     Path(path).unlink(missing_ok=True)
                     size -= count
-                    with suppress(ValueError):
-                        self._known.discard(bytes.fromhex(Path(path).stem))
+                    self._known.discard(bytes.fromhex(Path(path).stem))
         except Timeout:  # another process makes room
             return
+
+    def _all_blocks(self) -> Iterator[tuple[int, int, str]]:
+        """Yield time, size and path of all blocks; remove what writers left that were killed.
+
+        The operator may have named a folder with other content: a mount point has lost+found, for example.
+        """
+        for folder in os.scandir(self._root):
+            # guard: other files in the folder of the prefix cache
+            if not (_IDENTITY.fullmatch(folder.name) and folder.is_dir(follow_symlinks=False)):
+                continue
+            for entry in os.scandir(folder.path):
+                with suppress(FileNotFoundError):  # another process has renamed or removed it
+                    status = entry.stat(follow_symlinks=False)
+                    if _BLOCK.fullmatch(entry.name):
+                        yield status.st_mtime_ns, status.st_size, entry.path
+                    elif _PARTIAL.fullmatch(entry.name) and status.st_mtime < time.time() - _STALE_S:
+                        Path(entry.path).unlink(missing_ok=True)
 
     # Reading
 

@@ -91,6 +91,12 @@ FILE_GUARDS = (
         "a torn write changes answers",
     ),
     Mutation(
+        "other files in the folder of the prefix cache",
+        never,
+        ("nif/kv/test_disk_cache.py::test_other_files_of_the_operators_folder_stay_and_are_not_counted",),
+        "the operator's own files are removed",
+    ),
+    Mutation(
         "a name is no path",
         never,
         ("clients/test_sessions.py::test_a_name_is_no_path",),

@@ -4,7 +4,9 @@ import os
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
+from genbatch.actors.batcher import session_files
 from genbatch.actors.batcher.session_files import SessionFiles
 from genbatch.proto.errors import InvalidRequest, Unavailable
 from genbatch.proto.messages import KeepSessionRequest, Message, ResumeSessionRequest
@@ -68,6 +70,34 @@ def test_the_tenant_with_the_most_loses_its_oldest_session(tmp_path: Path) -> No
     assert len(list((tmp_path / "s").glob("*/*"))) == 5
     with pytest.raises(InvalidRequest, match="session_space"):
         files.write(keep("huge"), STATE * 6)
+
+
+def test_other_files_of_the_operators_folder_stay_and_are_not_counted(tmp_path: Path) -> None:
+    others = [tmp_path / "photos" / "a.jpg", tmp_path / "photos" / "a.session", tmp_path / "notes.txt"]
+    for path in others:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(bytes(10_000))
+    files = SessionFiles(tmp_path, 2 * (32 + len(STATE)))
+    for name in ("a", "b", "c"):
+        files.write(keep(name), STATE)
+    assert all(path.exists() for path in others)
+    assert files.read(resume("c")) == STATE
+
+
+def test_what_a_killed_service_left_is_removed_and_a_living_one_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = SessionFiles(tmp_path, 10_000)
+    files.write(keep("a"), STATE)
+    [path] = tmp_path.glob("*/*.session")
+    partial = path.with_name("tmpabc.partial")
+    partial.write_bytes(STATE)
+    monkeypatch.setattr(session_files, "_LOCK_S", 0.01)
+    with FileLock(tmp_path / "lock"), pytest.raises(Unavailable, match="lock") as refusal:
+        files.write(keep("a"), b"new")  # another service writes
+    assert refusal.value.retry_after_ms and partial.exists() and files.read(resume("a")) == STATE
+    files.write(keep("a"), b"new")
+    assert not partial.exists() and files.read(resume("a")) == b"new"
 
 
 def test_a_disk_that_takes_nothing_is_unavailable_and_the_old_session_stays(

@@ -34,7 +34,7 @@ def content_of(number: int) -> bytes:
 
 
 def opened(folder: Path, identity: str = "one", max_bytes: int = GB) -> DiskCache:
-    disk = DiskCache(folder, identity, max_bytes, SIZE)
+    disk = DiskCache(folder, hashlib.sha256(identity.encode()).hexdigest(), max_bytes, SIZE)
     disk.follow(content_of, lambda block, version: True)
     return disk
 
@@ -178,6 +178,42 @@ def test_what_a_killed_writer_left_is_removed_later_and_never_read(folder: Path)
     os.utime(partial, (0, 0))
     known(folder)
     assert not partial.exists()
+
+
+def test_other_files_of_the_operators_folder_stay_and_are_not_counted(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    written(folder, range(20))
+    [blocks] = (path for path in folder.iterdir() if path.is_dir())
+    others = [folder / "photos" / "a.jpg", folder / "photos" / f"{'a' * 64}.block", blocks / "notes.txt"]
+    for path in others:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(bytes(100_000))
+        os.utime(path, (0, 0))
+    (folder / "lost+found").symlink_to(folder / "photos")
+    disk = opened(folder, "another", 20 * (SIZE + 32))
+    for number in range(100, 110):
+        disk.offer(name_of(number), number, 0)
+    disk.close()
+    assert all(path.exists() for path in others) and not caplog.messages
+    assert len(list(blocks.glob("*.block"))) >= 8 and disk.num_written == 10
+
+
+def test_a_file_that_vanishes_while_the_folder_is_read_is_no_error(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    partial = written(folder)[0].with_name("tmpabc.partial")
+    partial.touch()
+    scan = os.scandir
+
+    def scan_and_rename(path: Path) -> list[os.DirEntry[str]]:
+        entries = list(scan(path))
+        partial.unlink(missing_ok=True)  # as its writer does
+        return entries
+
+    monkeypatch.setattr(os, "scandir", scan_and_rename)
+    disk = known(folder)
+    assert disk.read(NAMES) == CONTENTS and not disk.num_errors and not caplog.messages
 
 
 @pytest.fixture
