@@ -276,6 +276,12 @@ WIRE_GUARDS = (
         "the request of a newcomer in a flood is dropped as one of an ended connection",
     ),
     Mutation(
+        "half bodies of strangers",
+        dropped,
+        ("actors/gateways/http/test_http_gateway.py::test_bodies_that_do_not_end_share_a_bound_which_is_given_back",),
+        "connections that never end a body take gigabytes",
+    ),
+    Mutation(
         "half messages of strangers",
         never,
         ("actors/gateways/test_rpc_gateway.py::test_messages_without_an_end_share_a_bound_which_is_given_back",),

@@ -19,8 +19,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from genbatch.actors.batcher.messages import RETRY_AFTER_DRAIN_MS
-from genbatch.actors.gateways.accepting import Seat, account_of_host
-from genbatch.actors.gateways.dispatcher import Caller, Dispatcher
+from genbatch.actors.gateways.accepting import MAX_HALF_MESSAGES, MessageRoom, Seat, account_of_host
+from genbatch.actors.gateways.dispatcher import RETRY_AFTER_FULL_MS, Caller, Dispatcher
 from genbatch.actors.gateways.http.bodies import Refusal, api_response
 from genbatch.actors.security.key_files import bearer_token
 from genbatch.actors.security.security import Authenticate, is_loopback
@@ -288,6 +288,7 @@ class Front:
         self._only_loopback = only_loopback
         self._hosts = frozenset(host.lower() for host in hosts)
         self._origins = frozenset(origin.rstrip("/").lower() for origin in origins)
+        self._room = MessageRoom(MAX_HALF_MESSAGES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request to the endpoints, or answer it."""
@@ -299,7 +300,7 @@ class Front:
                 return
         try:
             caller = self._caller(scope)
-            body = await _read(receive)
+            body = await _read(receive, self._room)
         except GenbatchError as error:
             await api_response(error, scope["path"])(scope, receive, send)
             return
@@ -389,23 +390,27 @@ def _without_port(host: str) -> str:
     return name if colon and port.isdecimal() else host
 
 
-async def _read(receive: Receive) -> bytes:
+async def _read(receive: Receive, room: MessageRoom) -> bytes:
     """Return the whole body.
 
     Raises:
         FrameTooLarge: the body has too many bytes.
+        Unavailable: other bodies need its memory.
         Refusal: the body does not arrive in time.
     """
-    parts: list[bytes] = []
-    size = 0
-    with trio.move_on_after(BODY_TIMEOUT_S):
+    body = bytearray()  # a list of tiny chunks would take ten times their bytes
+    given_up = trio.CancelScope()
+    with given_up, room.share(given_up.cancel) as share, trio.move_on_after(BODY_TIMEOUT_S):
         while True:
             message = await receive()
-            parts.append(message["body"])
-            size += len(parts[-1])
+            body += message["body"]
             # guard: cap on a body, HTTP
-            if size > MAX_BODY_BYTES:
+            if len(body) > MAX_BODY_BYTES:
                 raise FrameTooLarge(f"the body has more than {MAX_BODY_BYTES} bytes")
             if not message.get("more_body"):
-                return b"".join(parts)
+                return bytes(body)
+            # guard: half bodies of strangers
+            share.holds(len(body))
+    if given_up.cancelled_caught:
+        raise Unavailable(f"bodies that do not end have {room.max_bytes} bytes", retry_after_ms=RETRY_AFTER_FULL_MS)
     raise Refusal(408, "timeout", f"the body did not arrive within {BODY_TIMEOUT_S:g} s")

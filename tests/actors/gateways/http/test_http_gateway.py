@@ -15,6 +15,7 @@ import trio
 import trio.testing
 from starlette.applications import Starlette
 
+from genbatch.actors.gateways.accepting import MessageRoom
 from genbatch.actors.gateways.addresses import check_http
 from genbatch.actors.gateways.http import generating, http_gateway, service_calls
 from genbatch.actors.gateways.http.service_calls import Front
@@ -26,7 +27,7 @@ from genbatch.proto.messages import Choice, Result, Usage
 from genbatch.proto.service_messages import Health
 from tests.actors.gateways.http.serving import served_http
 from tests.actors.gateways.scripted_batcher import PATIENCE_S, ScriptedBatcher
-from tests.waiting import received_until
+from tests.waiting import a_moment, received_until
 
 USER = [{"role": "user", "content": "x"}]
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -540,6 +541,31 @@ async def test_odd_headers_are_answered_and_no_fault_of_the_service(
             answer += part
     assert answer.startswith((b"HTTP/1.1 400", b"HTTP/1.1 403", b"HTTP/1.1 200"))
     assert not [record for record in caplog.records if record.exc_info]
+
+
+@pytest.mark.trio
+async def test_bodies_that_do_not_end_share_a_bound_which_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = MessageRoom(100_000)
+    monkeypatch.setattr(service_calls, "MessageRoom", lambda _: room)
+    monkeypatch.setattr(http_gateway, "MAX_UNREAD_S", 0.05)
+    content = json.dumps({"prompt": "a b", "user": "x" * 30_000}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n".encode()
+    async with served_http() as served:
+        for _ in range(2):  # as much room as before
+            async with AsyncExitStack() as stack:
+                clients = []
+                for number in range(4):
+                    client = await stack.enter_async_context(await trio.open_tcp_stream("127.0.0.1", served.port))
+                    clients.append(client)
+                    await client.send_all(head + content[:-1])
+                    while number < 3 and room.num_bytes < (number + 1) * (len(content) - 1):
+                        await a_moment()
+                told = await received_until(clients[0], b"bodies that do not end")
+                assert told.startswith(b"HTTP/1.1 503 ") and b"retry-after-ms: " in told
+                for client in clients[1:]:
+                    await client.send_all(content[-1:])
+                    assert (await received_until(client, b"finish_reason")).startswith(b"HTTP/1.1 200 ")
+            assert room.num_bytes == 0
 
 
 @pytest.mark.trio
