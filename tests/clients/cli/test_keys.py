@@ -87,7 +87,10 @@ def test_mistakes_are_one_line_and_exit_code_2(arguments: list[str], reason: str
         (["stats", "--client-key", "x"], "--connect"),
     ],
 )
-def test_an_unsafe_or_contradictory_start_is_refused_at_once(arguments: list[str], reason: str) -> None:
+def test_an_unsafe_or_contradictory_start_is_refused_at_once(
+    arguments: list[str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # where no service runs
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
     assert reason in " ".join(result.stderr.split())
