@@ -50,7 +50,8 @@ class _LlamaFields(LlamaSampling, frozen=True, kw_only=True, forbid_unknown_fiel
     """What both endpoints take.
 
     Args:
-        n_predict: most tokens; -1 are as many as there is room for.
+        n_predict: most tokens; -1 are as many as there is room for. Editors send 0 to have the prompt's keys and
+            values cached; one token is generated and not shown.
         json_schema: a JSON Schema that the text validates against.
         n_probs: how many of the likeliest tokens to show with each one; 0 shows none.
         response_fields: the fields of the answer to send, as "content" and "timings/prompt_n"; none sends all.
@@ -119,7 +120,7 @@ def _request(
     fields: _LlamaFields, prompts: list[dict[str, Any]], suffix: str = "", *, has_several: bool = False
 ) -> HTTPRequest:
     has_limit = fields.n_predict is not None and fields.n_predict >= 0
-    params = llama_params(fields, fields.n_predict if has_limit else None)
+    params = llama_params(fields, max(1, fields.n_predict or 0) if has_limit else None)
     params |= {name: value for name in ("ignore_eos", "grammar", "regex") if (value := getattr(fields, name))}
     params |= set_fields(fields, ("deadline_s",))
     if params.get("stop") == "":
@@ -136,7 +137,11 @@ def _request(
         names=_NAMES,
         num_top=num_top,
         suffix=suffix,
-        body={"response_fields": fields.response_fields or (), "has_several": has_several},
+        body={
+            "response_fields": fields.response_fields or (),
+            "has_several": has_several,
+            "shows_text": fields.n_predict != 0,
+        },
     )
 
 
@@ -160,7 +165,7 @@ class LlamaCppAnswer:
     async def body(self, results: Sequence[Result]) -> Any:
         """The answer at once: an object for one prompt, a list for several."""
         answers = []
-        for index, result in enumerate(results):
+        for index, result in enumerate(map(self._shown, results)):
             probabilities = await self._probabilities(result.logprobs or ())
             whole = self._end(index, result) | {"content": result.text, "tokens": result.token_ids} | probabilities
             answers.append(self._chosen(whole))
@@ -170,6 +175,8 @@ class LlamaCppAnswer:
         """An event for each of these tokens that has text or log-probs."""
         if self._first is None:
             self._first = time.monotonic()
+        if not self._request.body["shows_text"]:
+            return b""
         events = []
         for token in tokens:
             if token.text or token.logprob is not None:
@@ -184,12 +191,26 @@ class LlamaCppAnswer:
 
     def ending(self, results: Sequence[Result]) -> bytes:
         """The events after the last token."""
-        ends = [self._chosen(self._end(index, result)) for index, result in enumerate(results)]
+        ends = [self._chosen(self._end(index, result)) for index, result in enumerate(map(self._shown, results))]
         return b"".join(_event(end) for end in ends)
 
     def failure(self, error: GenbatchError) -> bytes:
         """The last event of a stream that failed."""
         return _event(describe(error))
+
+    def _shown(self, result: Result) -> Result:
+        """Return the result, without its text if the caller asked for no tokens."""
+        if self._request.body["shows_text"]:
+            return result
+        usage = msgspec.structs.replace(result.usage, completion_tokens=0)
+        nothing: dict[str, Any] = {
+            "text": "",
+            "token_ids": [],
+            "logprobs": None,
+            "stop_string": None,
+            "finish_reason": "length",
+        }
+        return msgspec.structs.replace(result, usage=usage, **nothing)
 
     async def _probabilities(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         """The log-probs of tokens, where they are asked for."""

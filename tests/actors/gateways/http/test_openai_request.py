@@ -277,7 +277,7 @@ def test_llama_cpps_and_ollamas_names_become_ours_and_their_words_for_no_limit_a
             assert getattr(asked.requests[0], name) == value, name
         return asked
 
-    for limit, most in ((-1, None), (-5, None), (0, 0), (7, 7)):
+    for limit, most in ((-1, None), (-5, None), (0, 1), (7, 7)):
         asked = read({"prompt": "a", "n_predict": limit, **options}, read_llama_completion)
         assert asked.requests[0].max_tokens == most
     for limit, most in ((-1, None), (-2, None), (-5, -5), (7, 7)):

@@ -159,6 +159,19 @@ def test_llama_cpps_completion_takes_several_prompts(client: httpx2.Client) -> N
         assert [piece["stop"] for piece in pieces][-1] is True
 
 
+@pytest.mark.parametrize(("path", "name"), [("/completion", "prompt"), ("/infill", "input_prefix")])
+def test_llama_cpps_editors_have_a_prompt_evaluated_with_no_tokens(path: str, name: str, client: httpx2.Client) -> None:
+    text = f"An editor warms the cache of {path} " * 4
+    body: dict[str, Any] = {name: text, "n_predict": 0, "n_probs": 1}
+    whole = asked(client, path, **body)
+    counts = ("content", "tokens", "tokens_predicted", "stop_type")
+    assert [whole[name] for name in counts] == ["", [], 0, "limit"] and "completion_probabilities" not in whole
+    assert asked(client, path, **body)["tokens_cached"] > whole["tokens_evaluated"] // 2
+    [event] = streamed(client, path, **body)
+    assert [event[name] for name in counts] == ["", [], 0, "limit"]
+    assert asked(client, path, **body, response_fields=[""]) == {}  # as llama.vim sends it
+
+
 def test_llama_cpps_completion_shows_probabilities_timings_and_chosen_fields(client: httpx2.Client) -> None:
     body: dict[str, Any] = {"prompt": "Once upon", "n_predict": 5, "n_probs": 3}
     whole = asked(client, "/completion", **body)
