@@ -337,6 +337,8 @@ async def zeromq_connections(place: Place, answers: Answers) -> None:
 
 # Over HTTP
 
+HALF_BODIES = 40  # more than all unfinished bodies may have
+
 
 async def ask(place: Place, answers: Answers, request: bytes, *, drips: bool = False) -> None:
     """Sends a request, a byte at a time if it drips, and counts the answer by its status."""
@@ -365,6 +367,28 @@ async def big_bodies(place: Place, answers: Answers) -> None:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {place.token}\r\n"
         length = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         await ask(place, answers, (head + length).encode() + body)
+
+
+async def tiny_chunks(place: Place, answers: Answers) -> None:
+    """Prompts that can never fit, in chunks of a byte."""
+    body = json.dumps({"prompt": "word " * 4000, "max_tokens": 1}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {place.token}\r\n"
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+    async with trio.open_nursery() as nursery:
+        for _ in range(SLOW):
+            nursery.start_soon(ask, place, answers, f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + chunks)
+
+
+async def half_bodies(place: Place, answers: Answers) -> None:
+    """Bodies of a megabyte that lack their end, on many connections at once."""
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {place.token}\r\n"
+    async with AsyncExitStack() as stack:
+        for _ in range(HALF_BODIES):
+            with suppress(OSError):
+                stream = await stack.enter_async_context(await trio.open_tcp_stream("127.0.0.1", int(place.http)))
+                with suppress(trio.BrokenResourceError):
+                    await stream.send_all(f"{head}Content-Length: 1000000\r\n\r\n".encode() + bytes(999_999))
+    answers["closed"] += HALF_BODIES
 
 
 async def http_connections(place: Place, answers: Answers) -> None:
@@ -444,6 +468,8 @@ KINDS: dict[str, Kind] = {
         zeromq_connections,
         slow_headers,
         big_bodies,
+        tiny_chunks,
+        half_bodies,
         http_connections,
         http_gets,
         http_2_resets,

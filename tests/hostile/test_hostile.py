@@ -20,6 +20,7 @@ from tests.hostile.__main__ import main as measure_kinds
 from tests.hostile.clients import (
     CONNECTIONS,
     FLOOD,
+    HALF_BODIES,
     HALF_MESSAGES,
     KINDS,
     RECONNECTS,
@@ -53,6 +54,8 @@ HEARD = {
     "zeromq_connections": {"closed": CONNECTIONS},
     "slow_headers": {"http 401": SLOW},
     "big_bodies": {"http 400": 2, "http 413": 2},
+    "tiny_chunks": {"http 400": SLOW},
+    "half_bodies": {"closed": HALF_BODIES},
     "http_connections": {"closed": CONNECTIONS},
     "http_gets": {"closed": CONNECTIONS},
     "http_2_resets": {"http 505": SLOW},
