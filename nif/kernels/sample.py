@@ -621,5 +621,6 @@ def draw_tokens(logits: torch.Tensor, params: torch.Tensor, out: torch.Tensor | 
     _sample_kernel[(rows,)](
         tokens, bests, candidates, near, ids, masses, counts, logits, params, *shape,
         **split, **room, PIECE=piece, CHUNK=chunk, NONE=NONE, LARGEST=_LARGEST, num_warps=8,
+        maxnreg=160,  # by itself ptxas of Triton 3.6 takes 128 for 12.0 and spills some
     )  # fmt: skip
     return tokens
