@@ -301,7 +301,8 @@ class SessionCalls:
 
     def next(self) -> tuple[Work, End]:
         """Return the next call's work, and the function that takes the outcome of that work."""
-        prepare, _, deliver = self._calls.popleft()
+        call = self._calls.popleft()
+        prepare, _, deliver = call
         try:
             work, end = prepare()
         except Exception as error:  # the conversation cannot be read, or no slot is free
@@ -310,7 +311,10 @@ class SessionCalls:
 
         def finish(result: "outcome.Outcome[Any]") -> None:
             end(result)
-            deliver(result)
+            if isinstance(result, outcome.Error) and isinstance(result.error, Unavailable) and self._drop_oldest():
+                self._calls.appendleft(call)  # a pool full of sessions that nobody uses is no reason to refuse one
+            else:
+                deliver(result)
 
         return work, finish
 
@@ -379,15 +383,18 @@ class SessionCalls:
             Unavailable: every slot holds a prompt that must stay.
         """
         slot = self._held.take_slot()
-        if slot is not None:
-            return slot
-        oldest = self._held.least_recent(besides=needed)
-        if oldest is not None:
-            self._ctx.seq_rm(self._held.drop(oldest))
+        if slot is None and self._drop_oldest(needed):
             slot = self._held.take_slot()
         if slot is None:
             raise Unavailable("no sequence is free to hold the session")
         return slot
+
+    def _drop_oldest(self, needed: HeldPrompt | None = None) -> bool:
+        """Drop the least recently used prompt besides `needed`; returns whether there was one."""
+        oldest = self._held.least_recent(besides=needed)
+        if oldest is not None:
+            self._ctx.seq_rm(self._held.drop(oldest))
+        return oldest is not None
 
 
 def _reply(

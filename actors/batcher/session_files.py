@@ -72,9 +72,8 @@ class SessionFiles:
         return size
 
     def _write(self, path: Path, state: bytes) -> None:
-        descriptor, partial = tempfile.mkstemp(
-            dir=private_folder(path.parent), suffix=".partial"
-        )  # for this user alone
+        folder = private_folder(path.parent)
+        descriptor, partial = tempfile.mkstemp(dir=folder, suffix=".partial")  # for this user alone
         try:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(hashlib.sha256(state).digest())
@@ -96,7 +95,9 @@ class SessionFiles:
         path = self._path(request)
         try:
             private_folder(self._folder)
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            descriptor = os.open(
+                path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            )  # a pipe may be there
             with os.fdopen(descriptor, "rb") as file:
                 status = os.fstat(descriptor)
                 # guard: a session that others could have written

@@ -88,9 +88,10 @@ class Succession:
         self.leaving = trio.Event()  # set once a later service has taken over
         self._sockets = sockets
         self._successor: ControlChannel[Any] | None = None
+        self._accepting = trio.CancelScope()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Wait for later services until cancelled; without a socket file, log a warning and return."""
+        """Wait for later services until one has taken over; without a socket file, log a warning and return."""
         path = runtime_directory() / f"serve-{os.getpid()}.sock"
         try:
             prepare_socket_file(str(path), path, must_be_private=True)
@@ -99,15 +100,15 @@ class Succession:
             logger.warning("this service cannot be taken over: %s", error)
             task_status.started()
             return
-        try:
-            async with trio.open_nursery() as nursery:
-                task_status.started()
-                with trio.socket.from_stdlib_socket(listening) as accepting:
+        async with trio.open_nursery() as nursery:
+            task_status.started()
+            try:
+                with trio.socket.from_stdlib_socket(listening) as accepting, self._accepting:
                     while True:
                         connection, _ = await accepting.accept()
                         nursery.start_soon(self._serve, socket.socket(fileno=connection.detach()))
-        finally:
-            path.unlink(missing_ok=True)
+            finally:
+                path.unlink(missing_ok=True)
 
     async def _serve(self, end: socket.socket) -> None:
         channel: ControlChannel[Any] = ControlChannel(end, ToEarlier)
@@ -128,6 +129,8 @@ class Succession:
         addresses = {str(door): address for door, address in self._sockets.addresses.items()}
         await channel.send(EarlierService(os.getpid(), addresses))
         while (message := await channel.receive()) is not None:
+            if self.leaving.is_set():
+                return  # the addresses are the later service's
             if isinstance(message, AskForSockets):
                 if self._successor is not None:
                     await channel.send(Busy())
@@ -139,6 +142,7 @@ class Succession:
                 await channel.send(Offered())
             elif self._successor is channel:
                 self.leaving.set()
+                self._accepting.cancel()
                 await channel.send(Leaving())
 
 

@@ -100,7 +100,8 @@ class DiskCache:
 
     def offer(self, name: bytes, block: int, version: int) -> None:
         """Queue a block that became whole; a block that loses its content before its turn is left out."""
-        if name not in self._known and self._queue.qsize() < _MAX_QUEUED:
+        fits = _DIGEST_BYTES + self._block_bytes <= self._max_bytes
+        if fits and name not in self._known and self._queue.qsize() < _MAX_QUEUED:
             self._queue.put((name, block, version))
 
     def close(self, timeout_s: float = 2.0) -> None:
@@ -139,9 +140,10 @@ class DiskCache:
             self._failed("cannot be tidied", fault)
 
     def _write(self, name: bytes, content: bytes) -> None:
-        self._uncounted += len(content) + _DIGEST_BYTES
+        size = _DIGEST_BYTES + len(content)
+        self._uncounted += size
         if self._uncounted > _UNCOUNTED_SHARE * self._max_bytes:
-            self._make_room()
+            self._make_room(size)
         descriptor, partial = tempfile.mkstemp(dir=self._folder, suffix=".partial")  # for this user alone
         try:
             with os.fdopen(descriptor, "wb") as file:
@@ -154,12 +156,12 @@ class DiskCache:
         self._known.add(name)
         self.num_written += 1
 
-    def _make_room(self) -> None:
-        """Remove the blocks of all identities that were used longest ago, down to a share of the bound."""
+    def _make_room(self, size: int = 0) -> None:
+        """Remove the blocks of all identities that were used longest ago, so that `size` bytes fit within the bound."""
         try:
             with FileLock(self._root / "lock", timeout=0):
                 blocks = sorted(self._all_blocks())
-                size = sum(block[1] for block in blocks)
+                size += sum(block[1] for block in blocks)
                 self._uncounted = 0
                 if size <= (1 - _UNCOUNTED_SHARE) * self._max_bytes:
                     return
@@ -221,7 +223,8 @@ class DiskCache:
 
     def _read(self, name: bytes) -> bytes | None:
         path = self._path(name)
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # Without a wait, since a pipe may be there.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(descriptor)
             size = _DIGEST_BYTES + self._block_bytes

@@ -228,7 +228,7 @@ def keep_weights(place: Path, struct: ModelStruct, arena: NativeArena, library: 
     try:
         private_folder(place.parent)
         with FileLock(place.parent / "lock"):
-            if not is_ours(place):
+            if not (place.is_file() and is_ours(place)):
                 place.unlink(missing_ok=True)
                 _write(place, struct, arena, library, max_bytes)
     except (NotOurs, OSError) as fault:

@@ -1,5 +1,6 @@
 """Sessions over the wire: kept under a name in the operator's folder, by tenant, and loaded after a restart."""
 
+import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import trio
+from safetensors.torch import load_file, save_file
 
 from genbatch import Message, Retry, RPCClient, ZeroMQClient, open_batcher
 from genbatch.actors.batcher import calls
@@ -26,9 +28,9 @@ async def served(model: Path, tmp_path: Path, door: str, **options: Any) -> Asyn
     """A service with one door; yields a client of it, and the program's own."""
     kind, bind, scheme = DOORS[door]
     address = f"{scheme}://{tmp_path}/{door}"
-    chosen: dict[str, Any] = {"session_dir": str(tmp_path / "sessions"), bind: address, **options}
+    chosen: dict[str, Any] = {"n_ctx": 512, "session_dir": str(tmp_path / "sessions"), bind: address, **options}
     async with (
-        open_batcher(str(model), dtype="float32", n_gpu_layers=0, n_ctx=512, **chosen) as own,
+        open_batcher(str(model), dtype="float32", n_gpu_layers=0, **chosen) as own,
         kind(address, retry=Retry(max_attempts=1)) as client,
     ):
         yield client, own
@@ -68,6 +70,36 @@ async def test_a_name_is_no_path(tiny_model_dir: Callable[[str], Path], tmp_path
             await client.keep_session("trip", [])
         assert refusal.value.field == "messages"
     assert not (tmp_path / "sessions").exists()
+
+
+async def test_sessions_that_nobody_uses_make_room_for_the_next_one(
+    tiny_model_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    async with served(tiny_model_dir("llama"), tmp_path, "rpc", n_ctx=128) as (client, _):
+        right = await client.generate(messages=TURNS, **USUAL)
+        kept = await client.keep_session("trip", TURNS)
+        assert kept.positions > 128 / 5  # so the pool takes fewer than five
+        for _ in range(5):
+            assert (await client.resume_session("trip")).positions == kept.positions
+        again = await client.generate(messages=TURNS, **USUAL)
+        assert again.token_ids == right.token_ids
+
+
+async def test_a_session_of_a_model_that_was_trained_further_is_refused(
+    tiny_model_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model_dir("llama"), model)
+    async with served(model, tmp_path, "rpc") as (client, _):
+        await client.generate(messages=TURNS, **USUAL)
+        assert (await client.keep_session("trip", TURNS)).positions
+    weights = load_file(model / "model.safetensors")
+    for name in [name for name in weights if name.startswith("model.layers.2.")]:
+        changed = {**weights, name: weights[name] + 0.1}
+        save_file(changed, model / "model.safetensors", metadata={"format": "pt"})
+        async with served(model, tmp_path, "rpc") as (client, _):
+            with pytest.raises(InvalidRequest, match="of another model"):
+                await client.resume_session("trip")
 
 
 async def test_without_a_folder_no_session_is_kept(tiny_model_dir: Callable[[str], Path], tmp_path: Path) -> None:

@@ -47,6 +47,10 @@ def test_a_damaged_or_foreign_file_is_refused(tmp_path: Path) -> None:
     path.symlink_to(other)
     with pytest.raises(Unavailable):
         files.read(resume("a"))
+    path.unlink()
+    os.mkfifo(path, 0o600)  # nobody writes to it, and a read must not wait for that
+    with pytest.raises(InvalidRequest, match="another user could have written"):
+        files.read(resume("a"))
 
 
 def test_the_tenant_with_the_most_loses_its_oldest_session(tmp_path: Path) -> None:

@@ -169,6 +169,25 @@ async def test_the_later_service_gets_the_sockets_and_the_earlier_one_leaves_whe
 
 
 @pytest.mark.trio
+async def test_a_service_that_still_serves_its_last_clients_stands_in_nobodys_way(tmp_path: Path) -> None:
+    address = {"rpc": f"unix://{tmp_path}/rpc.sock"}
+    async with offering(tmp_path / "rpc.sock") as (succession, _):
+        earlier = take_over._connect(runtime_directory() / f"serve-{os.getpid()}.sock")
+        assert earlier is not None and await earlier.receive() is not None  # a third service, that goes on later
+        async with find_predecessor(address) as predecessor:
+            assert predecessor is not None
+            await predecessor.leave()
+            assert succession.leaving.is_set()
+            async with find_predecessor(address) as another:
+                assert another is None
+            await earlier.send(take_over.AskForSockets())
+            assert await earlier.receive() is None
+            for made in predecessor.sockets["rpc"]:
+                made.close()
+        earlier.close()
+
+
+@pytest.mark.trio
 async def test_a_later_service_that_ends_before_it_listens_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "s"
     async with offering(path) as (succession, _):

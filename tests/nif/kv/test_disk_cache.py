@@ -121,6 +121,14 @@ def test_a_block_that_others_could_have_written_is_a_miss(folder: Path, tmp_path
         assert known(folder).read(NAMES[:1]) == []
 
 
+def test_a_pipe_in_the_place_of_a_block_holds_nobody_up(folder: Path) -> None:
+    path = written(folder)[0]
+    path.unlink()
+    os.mkfifo(path, 0o600)
+    disk = known(folder)
+    assert disk.read(NAMES) == [] and disk.num_damaged == 1 and not path.exists()
+
+
 def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
     open_ = tmp_path / "open"
     open_.mkdir()
@@ -178,6 +186,23 @@ def test_what_a_killed_writer_left_is_removed_later_and_never_read(folder: Path)
     os.utime(partial, (0, 0))
     known(folder)
     assert not partial.exists()
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_a_bound_of_a_few_blocks_is_kept(blocks: int, folder: Path) -> None:
+    disk = opened(folder, max_bytes=blocks * (SIZE + 32))
+    for number in range(10):
+        disk.offer(name_of(number), number, 0)
+    settle(disk)
+    sizes = [path.stat().st_size for path in folder.rglob("*.block")]
+    assert sizes and sum(sizes) <= blocks * (SIZE + 32) and disk.num_written == 10
+
+
+def test_a_bound_below_a_block_writes_none(folder: Path) -> None:
+    disk = opened(folder, max_bytes=SIZE)
+    disk.offer(name_of(0), 0, 0)
+    settle(disk)
+    assert not list(folder.rglob("*.block")) and not disk.num_written
 
 
 def test_other_files_of_the_operators_folder_stay_and_are_not_counted(

@@ -261,6 +261,17 @@ def test_a_disk_that_takes_no_weights_is_named_once_and_the_model_is_used(
             subprocess.run(["umount", str(folder)], check=True)
 
 
+def test_a_folder_in_the_place_of_weights_is_named(cache: Path, gguf: Path, caplog: pytest.LogCaptureFixture) -> None:
+    start(gguf)
+    [path] = (cache / "packed").glob("*.weights")
+    path.unlink()
+    path.mkdir()
+    with caplog.at_level(logging.WARNING, "genbatch"):
+        assert not start(gguf).num_mapped
+    [told] = caplog.messages
+    assert "the next start is slower" in told and path.name in told
+
+
 def test_two_engines_have_the_weights_once_in_memory(cache: Path, gguf: Path) -> None:
     start(gguf)
     [path] = files(cache)
