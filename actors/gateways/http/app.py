@@ -470,6 +470,14 @@ def make_metrics_app(calls: HTTPCalls) -> ASGIApp:
 _BODIES = (ChatFields, CompletionFields, ResponseFields, MessageFields, EmbeddingFields, RerankFields, ScoreFields)
 
 
+# Where llama.cpp's server has these, too.
+_OTHER_PATHS = {
+    "/v1/chat/completions": ("/chat/completions",),
+    "/v1/models": ("/models",),
+    "/health": ("/v1/health",),
+}
+
+
 def make_app(
     calls: HTTPCalls,
     open_calls: OpenCalls,
@@ -560,7 +568,11 @@ def make_app(
         Endpoint("/metrics", service.metrics, "The counters for Prometheus."),
     ]
     routes = [
-        *(Route(endpoint.path, endpoint.endpoint, methods=[endpoint.method]) for endpoint in endpoints),
+        *(
+            Route(path, endpoint.endpoint, methods=[endpoint.method])
+            for endpoint in endpoints
+            for path in (endpoint.path, *_OTHER_PATHS.get(endpoint.path, ()))
+        ),
         *docs_routes(endpoints),
         *page_routes(),
     ]
