@@ -266,7 +266,7 @@ def test_llama_cpps_apply_template_and_props_tell_about_the_model(client: httpx2
     chats = [asked(client, path, messages=TURNS, max_tokens=4) for path in (CHAT, "/chat/completions")]
     assert chats[0]["choices"] == chats[1]["choices"]
     assert client.get("/models").json() == client.get("/v1/models").json()
-    assert client.get("/v1/health").json()["status"] == "ok"
+    assert client.get("/v1/health").json()["status"] == "ready"
     props = client.get("/props").json()
     assert props["default_generation_settings"]["n_ctx"] > 0 and props["total_slots"] > 0
 
