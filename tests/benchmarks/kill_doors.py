@@ -176,7 +176,8 @@ class HTTPDoor:
                 on_piece()
                 if "error" in event:
                     _check(500, json.dumps(event))
-                _join(_plain(event), joined, others)
+                if event.get("type") != "ping":  # Anthropic's heartbeat, which a long pause has
+                    _join(_plain(event), joined, others)
         return dict(joined), sorted(others)
 
 
