@@ -147,14 +147,14 @@ class ThreadCall(Generic[T]):
     """A call on trio from another thread.
 
     Args:
-        token: the token of the trio run.
+        thread: runs trio.
         nursery: runs the call there.
         call: the function to call.
     """
 
-    def __init__(self, token: trio.lowlevel.TrioToken, nursery: trio.Nursery, call: Callable[[], Awaitable[T]]) -> None:
+    def __init__(self, thread: "TrioThread", nursery: trio.Nursery, call: Callable[[], Awaitable[T]]) -> None:
         self.future: Future[T] = Future()
-        self._token = token
+        self._thread = thread
         self._nursery = nursery
         self._call = call
         self._scope = trio.CancelScope()
@@ -184,8 +184,7 @@ class ThreadCall(Generic[T]):
 
     def _cancel(self, done: "Future[T]") -> None:
         if done.cancelled():
-            with suppress(trio.RunFinishedError):
-                self._token.run_sync_soon(self._scope.cancel)
+            self._thread.soon(self._scope.cancel)
 
 
 class TrioThread:
@@ -220,21 +219,25 @@ class TrioThread:
         """
         if not self.is_alive:
             raise ClientClosed
-        job = ThreadCall(self._token, self._nursery, partial(call, *args))
+        job = ThreadCall(self, self._nursery, partial(call, *args))
         try:
             self._token.run_sync_soon(job.start)
         except trio.RunFinishedError as error:
             raise ClientClosed from error
         return job.future
 
-    def set(self, event: trio.Event) -> None:
-        """Set an event of trio."""
-        with suppress(trio.RunFinishedError):
-            self._token.run_sync_soon(event.set)
+    def soon(self, call: Callable[[], object]) -> None:
+        """Call a function on trio, if the thread still runs.
+
+        In a fork it does not, and trio's lock may have been taken at the fork: it would never be free again.
+        """
+        if self.is_alive:
+            with suppress(trio.RunFinishedError):
+                self._token.run_sync_soon(call)
 
     def stop(self) -> None:
         """Cancel the calls, and end the thread."""
-        self.set(self._stopping)
+        self.soon(self._stopping.set)
         self._thread.join()
 
     async def run(self, call: Callable[..., Awaitable[T]], *args: Any) -> T:
@@ -320,7 +323,7 @@ class Hosting(Generic[T]):
     def leave(self) -> None:
         """Exit the context manager; `running` is done afterwards."""
         if self._thread.is_alive:
-            self._thread.set(self._leaving)
+            self._thread.soon(self._leaving.set)
         elif not self.running.done():
             self.running.set_result(None)
 
