@@ -213,9 +213,14 @@ def pad_step(step: DecodeStep, key: GraphKey, block_size: int) -> DecodeStep:
 
 def empty_step(key: GraphKey, num_groups: int, block_size: int) -> DecodeStep:
     """Return a step of padding rows only, for a capture."""
+    return pad_step(DecodeStep(empty_batch(key.kv_len, num_groups, block_size), _greedy(0)), key, block_size)
+
+
+def empty_batch(kv_len: int, num_groups: int, block_size: int) -> RaggedBatch:
+    """Return a batch without tokens, whose tables are as wide as sequences of up to `kv_len` positions need."""
     nothing = torch.empty(0, dtype=torch.int64)
-    width = -(-key.kv_len // block_size)
-    batch = RaggedBatch(
+    width = -(-kv_len // block_size)
+    return RaggedBatch(
         input_ids=nothing,
         positions=nothing,
         query_starts=torch.zeros(1, dtype=torch.int32),
@@ -224,9 +229,8 @@ def empty_step(key: GraphKey, num_groups: int, block_size: int) -> DecodeStep:
         block_tables=(torch.empty((0, width), dtype=torch.int32),) * num_groups,
         logit_rows=nothing,
         max_query_len=1,
-        max_kv_len=key.kv_len,
+        max_kv_len=kv_len,
     )
-    return pad_step(DecodeStep(batch, _greedy(0)), key, block_size)
 
 
 def _greedy(num_rows: int) -> torch.Tensor:

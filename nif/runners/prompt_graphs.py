@@ -20,6 +20,7 @@ from genbatch.nif.runners.launches import (
     CapturePlace,
     DecodeStep,
     Replayable,
+    empty_batch,
     empty_step,
     packed_size,
 )
@@ -74,7 +75,7 @@ class PromptGraphs:
         size = next((size for size in self._sizes if size >= len(batch.input_ids)), None)
         if size is None or batch.adapters is not None or len(batch.kv_lens) > self._most_entries:
             return None
-        if num_rows > logit_rows(size, self._most_entries):
+        if num_rows > most_logit_rows(size, self._most_entries):
             return None
         graph = self._graphs[size]
         step = _undrawn(pad_prompts(batch, size, self._most_entries, self._limits))
@@ -84,8 +85,8 @@ class PromptGraphs:
         return graph.replay()[:num_rows].clone()
 
 
-def logit_rows(num_tokens: int, num_entries: int) -> int:
-    """Return the rows of logits of a captured step of so many tokens, for up to `num_entries` sequences."""
+def most_logit_rows(num_tokens: int, num_entries: int) -> int:
+    """Return the rows of logits that a captured step of so many tokens has, for up to `num_entries` sequences."""
     return max(num_entries, min(num_tokens, _MOST_ROWS))
 
 
@@ -111,7 +112,7 @@ def pad_prompts(batch: RaggedBatch, num_tokens: int, num_entries: int, limits: B
         slots=tuple(pad(slots, (0, more_tokens), value=-1) for slots in batch.slots),
         # Cut the columns past the longest sequence: no row reads them.
         block_tables=tuple(pad(table[:, :width], (0, 0, 0, more_entries)).contiguous() for table in batch.block_tables),
-        logit_rows=pad(batch.logit_rows, (0, logit_rows(num_tokens, num_entries) - len(batch.logit_rows))),
+        logit_rows=pad(batch.logit_rows, (0, most_logit_rows(num_tokens, num_entries) - len(batch.logit_rows))),
         max_query_len=num_tokens,
         max_kv_len=limits.max_position,
     )
@@ -127,20 +128,7 @@ def input_size(options: GraphOptions, limits: BatchLimits) -> int:
 
 def empty_prompt(num_tokens: int, num_entries: int, limits: BatchLimits) -> DecodeStep:
     """Return a step of padding only, for a capture."""
-    nothing = torch.empty(0, dtype=torch.int64)
-    groups = len(limits.num_blocks)
-    width = -(-limits.max_position // limits.block_size)
-    batch = RaggedBatch(
-        input_ids=nothing,
-        positions=nothing,
-        query_starts=torch.zeros(1, dtype=torch.int32),
-        kv_lens=nothing.int(),
-        slots=(nothing,) * groups,
-        block_tables=(torch.empty((0, width), dtype=torch.int32),) * groups,
-        logit_rows=nothing,
-        max_query_len=num_tokens,
-        max_kv_len=limits.max_position,
-    )
+    batch = empty_batch(limits.max_position, len(limits.num_blocks), limits.block_size)
     return _undrawn(pad_prompts(batch, num_tokens, num_entries, limits))
 
 

@@ -28,7 +28,7 @@ from genbatch.nif.runners.lean_llama import (
     plan_groups,
     why_not_lean,
 )
-from genbatch.nif.runners.prompt_graphs import PromptGraphs, input_size, logit_rows
+from genbatch.nif.runners.prompt_graphs import PromptGraphs, input_size, most_logit_rows
 from genbatch.nif.runners.torch_runner import LoraHooks
 from genbatch.nif.runners.warm_up import WarmUp
 
@@ -153,18 +153,12 @@ class TritonRunner:
         limits = BatchLimits((0,) * len(self.groups), block_size, self.vocab_size, self._longest)
         # The graphs share one input; a step comes in a buffer of its own, of which there are three.
         shared += 4 * input_size(options, limits)
-        shared += self._logit_rows(options) * self.vocab_size * (4 + self._model.dtype.itemsize)
+        logit_rows = most_logit_rows(options.max_prompt_tokens, options.max_batch_size)
+        shared += logit_rows * self.vocab_size * (4 + self._model.dtype.itemsize)
         if sizes and self._lean is not None:
             shared += sizes[-1] * self._lean.bytes_per_token
         shared += num_graphs * _BYTES_PER_GRAPH  # an estimate
         return shared
-
-    @staticmethod
-    def _logit_rows(options: GraphOptions) -> int:
-        """Return the most rows of logits that a captured step has."""
-        return max(
-            [options.max_batch_size, *(logit_rows(size, options.max_batch_size) for size in options.prompt_sizes())]
-        )
 
     @runs_on_device
     def allocate(self, num_blocks: Sequence[int], block_size: int) -> None:
@@ -194,7 +188,7 @@ class TritonRunner:
         if device.type == "cuda":
             self._warm_up()
         if self._graph_options is not None:
-            rows = self._logit_rows(self._graph_options)
+            rows = most_logit_rows(self._graph_options.max_prompt_tokens, captured_rows)
             self._logits = torch.empty((rows, self.vocab_size), dtype=torch.float32, device=device)
             place = CapturePlace.on(device, input_size(self._graph_options, self._limits))
             self._graphs = DecodeGraphs(

@@ -200,7 +200,7 @@ def run(case: dict[str, Any], *, compile_only: bool = False) -> Iterator[tuple[s
 def compile_all(count: int) -> None:
     """Compiles all variants in children."""
     begin = time.monotonic()
-    many = min(int(os.environ.get("CHILDREN", 14)), os.cpu_count() or 1)
+    many = min(14, os.cpu_count() or 1)
     children = [
         subprocess.Popen([sys.executable, __file__, *sys.argv[1:], "--compile", f"{index}/{many}"])
         for index in range(many)
@@ -215,7 +215,6 @@ def main() -> None:
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--only", choices=["attention", "linear"])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--compiled", action="store_true", help="nothing is left to compile")
     parser.add_argument("--compile", help="I/N: only compile every N-th variant from the I-th on")
     parser.add_argument("--seconds", type=float, default=120.0, help="most, of all timing")
     chosen = parser.parse_args()
@@ -232,10 +231,7 @@ def main() -> None:
             except Exception as error:
                 print(name, repr(error)[:200], flush=True)
         return
-    if not chosen.compiled:
-        compile_all(len(cases))
-    if chosen.seconds == 0:
-        return
+    compile_all(len(cases))
     begin = time.monotonic()
     if chosen.only != "attention":
         for name, product, count in itertools.product(SHAPES, PRODUCTS, chosen.rows):

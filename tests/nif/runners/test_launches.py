@@ -16,7 +16,7 @@ from genbatch.nif.runner import BatchLimits, Entry, Logits, RaggedBatch
 from genbatch.nif.runners import launches, prompt_graphs
 from genbatch.nif.runners.launches import BatchUpload, CapturePlace, DecodeGraphs, DecodeStep, Launches, tables_offset
 from genbatch.nif.runners.lean_llama import LeanStep
-from genbatch.nif.runners.prompt_graphs import PromptGraphs
+from genbatch.nif.runners.prompt_graphs import PromptGraphs, most_logit_rows
 from genbatch.nif.runners.triton_runner import TritonRunner
 from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.sampler import Sampled, SamplerState
@@ -81,7 +81,9 @@ def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> Callable[[TritonRunner, Gra
         runner._graphs = DecodeGraphs(options, runner._decode, runner._drawn, runner._upload, limits, place)
         runner._launches = Launches(cpu, runner._drawn, runner._upload, runner._decode, runner._graphs)
         if options.max_prompt_tokens:
-            runner._logits = torch.empty((runner._logit_rows(options), runner.vocab_size))
+            runner._logits = torch.empty(
+                (most_logit_rows(options.max_prompt_tokens, options.max_batch_size), runner.vocab_size)
+            )
             graphs = PromptGraphs(options, runner._evaluate, runner._upload, limits, place)
             graphs.warm_up()
             runner._prompt_graphs = graphs
