@@ -24,10 +24,10 @@ from typing import Any
 import trio
 
 from genbatch.actors.batcher.arrivals import Compiled, Encoded, Prepared, end_complete
-from genbatch.actors.batcher.calls import AdapterReady, End, SessionFileRead, SessionRead, UnloadOver, Work, WorkEnded
-from genbatch.actors.batcher.disk_blocks import BlocksLate, BlocksRead
+from genbatch.actors.batcher.calls import AdapterReady, SessionFileRead, SessionRead, UnloadOver, WorkEnded
 from genbatch.actors.batcher.journal import Decoded, RunEnded, StepMessage, Stepped
 from genbatch.actors.batcher.messages import DrainOver, Embed, Generate, LoadSession, SaveSession
+from genbatch.actors.batcher.open_requests import BlocksLate, BlocksRead, End, Work
 from genbatch.actors.batcher.parts import BatcherParts
 from genbatch.actors.batcher.requests import Request, slotted
 from genbatch.actors.runtime.actor import NOREPLY, Down, From, NoReply, reply, reply_error

@@ -14,11 +14,11 @@ from typing import Any, TypeAlias
 
 import outcome
 
+from genbatch.actors.batcher.arrivals import PromptReader, without_template
 from genbatch.actors.batcher.intake import CHARS_PER_TOKEN, Intake
 from genbatch.actors.batcher.messages import LoadSession, SaveSession
-from genbatch.actors.batcher.open_requests import BatchState
-from genbatch.actors.batcher.prompt_reader import PromptReader, ReadJob, without_template
-from genbatch.actors.batcher.requests import HeldPrompt, Request
+from genbatch.actors.batcher.open_requests import BatchState, End, Work
+from genbatch.actors.batcher.requests import HeldPrompt, ReadJob, Request
 from genbatch.actors.batcher.session_files import SessionFiles
 from genbatch.actors.batcher.slots import HeldPrompts
 from genbatch.actors.runtime.actor import From, Timer, reply, reply_error
@@ -121,9 +121,6 @@ class TextCalls:
 RETRY_AFTER_BLOCKS_MS = 1000
 SESSION_FAULT = "the session's KV cannot be copied"
 FILE_FAULT = "the session cannot be written"
-
-Work: TypeAlias = Callable[[], Any]
-End: TypeAlias = "Callable[[outcome.Outcome[Any]], None]"
 
 
 @dataclass(frozen=True, slots=True)

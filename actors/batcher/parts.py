@@ -13,17 +13,14 @@ from typing import Any
 import msgspec
 import trio
 
-from genbatch.actors.batcher.arrivals import Arrivals, Grammars, PromptSharing
+from genbatch.actors.batcher.arrivals import Arrivals, Grammars, PromptReader, PromptSharing
 from genbatch.actors.batcher.calls import AdapterCalls, SessionCalls, TextCalls
-from genbatch.actors.batcher.counters import BatcherStats, StallWatch
-from genbatch.actors.batcher.disk_blocks import DiskBlocks
 from genbatch.actors.batcher.intake import Intake
-from genbatch.actors.batcher.journal import Journal, OpenFlight, unrecorded
+from genbatch.actors.batcher.journal import BatcherStats, Journal, OpenFlight, StallWatch, unrecorded
 from genbatch.actors.batcher.messages import Draining
-from genbatch.actors.batcher.open_requests import BatchState, OpenRequests
+from genbatch.actors.batcher.open_requests import BatchState, DiskBlocks, OpenRequests
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.planner import KVView, Planner
-from genbatch.actors.batcher.prompt_reader import PromptReader
 from genbatch.actors.batcher.requests import Sequence
 from genbatch.actors.batcher.session_files import SessionFiles
 from genbatch.actors.batcher.slots import HeldPrompts, Slots, Swap

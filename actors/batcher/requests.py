@@ -12,20 +12,21 @@ Slotted                      a unit with tokens, which takes a slot of the conte
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 import outcome
 import torch
 
-from genbatch.actors.batcher.counters import TenantShare
 from genbatch.actors.batcher.messages import charged_account
-from genbatch.actors.batcher.prompt_reader import ReadJob
 from genbatch.actors.runtime.actor import From, Monitor, reply, reply_error
 from genbatch.actors.scheduling.request import LlmRequest, Phase, RequestList
 from genbatch.nif.runner import Entry, Logits, LoraAdapter
 from genbatch.nif.sampling.sampler import Constraint, Sampled, SampleFault, SamplerState
+from genbatch.nif.text.tokenizer import ChatPrompt
 from genbatch.proto.errors import Cancelled, DeadlineExceeded, GenbatchError
 from genbatch.proto.messages import FinishReason, Payer, TokenLogprob
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,6 +376,33 @@ class TimeLimits:
     def patience_s(self) -> float | None:
         """The seconds that the request may wait for its first slot."""
         return self.wait_s if self.deadline_s is None else self.deadline_s
+
+
+@dataclass(frozen=True, slots=True)
+class ReadJob(Generic[T]):
+    """A text or a conversation to tokenize.
+
+    Args:
+        begin: starts the chat template; returns None for a text.
+        finish: tokenizes the text.
+        size: the number of characters.
+        client: the account for turns at the tokenizer's thread; "" for a call for tokens or text only.
+    """
+
+    begin: Callable[[], ChatPrompt | None]
+    finish: Callable[[ChatPrompt | None], T]
+    size: int
+    client: str = ""
+
+
+@dataclass(slots=True)
+class TenantShare:
+    """One tenant's counters."""
+
+    requests: int = 0
+    running: int = 0  # requests accepted and not ended
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -8,10 +8,10 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from genbatch.actors.batcher.arrivals import INLINE_PROMPT_CHARS
 from genbatch.actors.batcher.batcher import Batcher
 from genbatch.actors.batcher.messages import Generate, LoadSession, SaveSession
 from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.batcher.prompt_reader import INLINE_PROMPT_CHARS
 from genbatch.actors.runtime.actor import start
 from genbatch.actors.runtime.errors import ActorDown
 from genbatch.nif.context import Context

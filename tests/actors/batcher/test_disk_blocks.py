@@ -9,7 +9,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from genbatch.actors.batcher import disk_blocks
+from genbatch.actors.batcher import open_requests
 from genbatch.actors.batcher.messages import Generate
 from genbatch.nif.kv.disk_cache import DiskCache
 from genbatch.nif.models.loaded_model import Model
@@ -123,7 +123,7 @@ async def test_blocks_are_copied_in_portions_with_steps_between(
     made = list[DiskCache]()
     async with bench(model, tmp_path / "kv", made) as running:
         right = await running.generate(token_ids=PROMPT)
-    monkeypatch.setattr(disk_blocks, "PORTION_BYTES", 1)  # a block at a time
+    monkeypatch.setattr(open_requests, "PORTION_BYTES", 1)  # a block at a time
     order: list[str] = []
     async with bench(model, tmp_path / "kv", made) as running:
         learned(made[-1])
@@ -187,10 +187,10 @@ async def test_a_disk_that_does_not_answer_is_waited_for_once(
         first = await running.generate(token_ids=PROMPT)
         waited = trio.current_time() - began
         assert first.token_ids == right.token_ids and first.usage.cached_tokens == 0
-        assert disk_blocks.LATE_S <= waited < 2 * disk_blocks.LATE_S
+        assert open_requests.LATE_S <= waited < 2 * open_requests.LATE_S
         began = trio.current_time()
         await running.generate(token_ids=PROMPT, tenant="other")
-        assert trio.current_time() - began < disk_blocks.LATE_S
+        assert trio.current_time() - began < open_requests.LATE_S
         assert "has not answered" in caplog.text and len(running.actor.disk) == 0
         answers.set()
     assert len(caplog.messages) == 1
@@ -232,5 +232,5 @@ async def test_more_than_the_bound_is_not_read_at_a_time(
         await running.generate(token_ids=PROMPT)
     async with bench(model, tmp_path / "kv", made) as running:
         learned(made[-1])
-        monkeypatch.setattr(disk_blocks, "MAX_READ_BYTES", 100)
+        monkeypatch.setattr(open_requests, "MAX_READ_BYTES", 100)
         assert (await running.generate(token_ids=PROMPT)).usage.cached_tokens == 0

@@ -9,10 +9,10 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
+from genbatch.actors.batcher.arrivals import INLINE_PROMPT_CHARS
 from genbatch.actors.batcher.batcher import Batcher
 from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import OWN_QUEUE, BatcherOptions
-from genbatch.actors.batcher.prompt_reader import INLINE_PROMPT_CHARS
 from genbatch.actors.runtime.actor import ActorRef, start
 from genbatch.nif.context import Context
 from genbatch.nif.models.loaded_model import Model

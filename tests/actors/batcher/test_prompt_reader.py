@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import trio
 
+from genbatch.actors.batcher.arrivals import INLINE_PROMPT_CHARS
 from genbatch.actors.batcher.messages import SaveSession
-from genbatch.actors.batcher.prompt_reader import INLINE_PROMPT_CHARS
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.text.templates import MAX_RENDERINGS, TemplateRenderer
 from genbatch.proto.errors import InvalidRequest, PromptTooLong, QueueFull

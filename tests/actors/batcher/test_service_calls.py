@@ -8,9 +8,9 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
+from genbatch.actors.batcher.arrivals import INLINE_PROMPT_CHARS
 from genbatch.actors.batcher.intake import CHARS_PER_TOKEN, Intake
 from genbatch.actors.batcher.messages import SaveSession
-from genbatch.actors.batcher.prompt_reader import INLINE_PROMPT_CHARS
 from genbatch.nif.models.loaded_model import Model
 from genbatch.proto.errors import InvalidRequest, Unavailable
 from genbatch.proto.messages import (
