@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from transformers.utils.logging import disable_progress_bar
@@ -53,8 +54,13 @@ FAMILIES: dict[str, Sequence[str] | None] = {
     "nemotron_h": None,
     "mamba2": None,  # states alone
     "olmo_hybrid": None,
+    "deepseek2": None,  # latents in place of keys and values
+    "deepseek3": None,
+    "gemma4": ATTENTION,  # layers that share keys and values
 }
-KINDS = ("none", "none", "int8")
+# Kinds of weights, and of keys and values; None: the weights' own.
+KINDS = (("none", None), ("none", None), ("int8", None), ("none", torch.int8))
+Kind: TypeAlias = "tuple[str, torch.dtype | None]"
 TENANTS = ("one", "one", "one", "other")
 
 
@@ -70,7 +76,7 @@ class Family:
     directory: Path
     model: Model = field(init=False)
     adapter: Path | None = field(init=False, default=None)
-    _plain: dict[str, Context] = field(init=False, default_factory=dict)
+    _plain: dict[Kind, Context] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         base = build_native_model(self.name, self.directory / "model", build_tokenizer)
@@ -79,9 +85,10 @@ class Family:
         if targets is not None:
             self.adapter = make_adapter(base, self.directory / "adapter", targets)
 
-    def open_context(self, quantize: str, *, shares: bool, **memory: object) -> tuple[Context, int]:
+    def open_context(self, kind: Kind, *, shares: bool, **memory: object) -> tuple[Context, int]:
         """A context, and the handle of its adapter; 0 without one."""
-        runner = native_runner(self.model, quantize=quantize, n_threads=1)
+        quantize, kv_dtype = kind
+        runner = native_runner(self.model, quantize=quantize, kv_dtype=kv_dtype, n_threads=1)
         context = Context(self.model, runner, block_size=BLOCK, allow_block_sharing=shares, **memory)  # type: ignore[arg-type]
         if self.adapter is None:
             return context, 0
@@ -90,11 +97,11 @@ class Family:
         context.add_adapter(adapter)
         return context, adapter.handle
 
-    def plain(self, quantize: str, tokens: Sequence[int], adapted: bool) -> torch.Tensor:
+    def plain(self, kind: Kind, tokens: Sequence[int], adapted: bool) -> torch.Tensor:
         """The last token's logits, evaluated in one step by a context that reuses nothing."""
-        if quantize not in self._plain:
-            self._plain[quantize], _ = self.open_context(quantize, shares=False, n_ctx=256, n_parallel=1, n_batch=256)
-        context = self._plain[quantize]
+        if kind not in self._plain:
+            self._plain[kind], _ = self.open_context(kind, shares=False, n_ctx=256, n_parallel=1, n_batch=256)
+        context = self._plain[kind]
         [logits] = context.eval([Entry(0, tokens, 0, Logits.LAST, self._handle(context) if adapted else 0)])
         context.seq_rm(0)
         return logits[-1]
@@ -113,10 +120,10 @@ class World:
     def __init__(self, seed: int, family: Family) -> None:
         self._rng = rng = random.Random(seed)
         self._family = family
-        self._quantize = rng.choice(KINDS)
+        self._kind = rng.choice(KINDS)
         blocks = [rng.randint(20, 60) for _ in family.model.groups]
         self._context, self._handle = family.open_context(
-            self._quantize, shares=True, num_blocks=blocks, n_ctx=min(blocks) * BLOCK, n_parallel=2
+            self._kind, shares=True, num_blocks=blocks, n_ctx=min(blocks) * BLOCK, n_parallel=2
         )
         self._stems = [rng.choices(range(3, 320), k=90) for _ in range(2)]
         self.num_compared = self.num_reused = 0
@@ -177,7 +184,7 @@ class World:
             self._context.seq_rm(1 - slot)
             [logits] = self._context.eval([entry])
         tokens += more
-        assert torch.equal(logits[-1], self._family.plain(self._quantize, tokens, adapted)), f"after {len(tokens)}"
+        assert torch.equal(logits[-1], self._family.plain(self._kind, tokens, adapted)), f"after {len(tokens)}"
         self.num_compared += 1
 
 
