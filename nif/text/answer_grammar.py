@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from genbatch.nif.text.tools import HERMES, Shape, ThinkingTags, ToolFormat
+from genbatch.nif.text.tools import CALL_ARGUMENTS, CALL_BEGINS, CALL_ENDS, HERMES, Shape, ThinkingTags, ToolFormat
 
 # Most calls of one answer that a grammar restricts to calls: a small model might never stop by itself.
 MAX_FORCED_CALLS = 8
@@ -28,7 +28,7 @@ TokenId = Callable[[str], int | None]
 
 def is_json(format: ToolFormat) -> bool:
     """Whether calls of this format have JSON arguments, which a schema can restrict."""
-    return format.shape in (Shape.JSON, Shape.NAMED_JSON)
+    return format.shape in (Shape.JSON, Shape.NAMED_JSON, Shape.NUMBERED)
 
 
 def forced_format(format: ToolFormat) -> ToolFormat:
@@ -119,7 +119,10 @@ def _call_rules(calls: Calls, written: _Marks, *, is_mixed: bool) -> list[str]:
     rules = _tool_rules(calls, written)
     more = f"{{0,{MAX_FORCED_CALLS - 1}}}" if calls.several else None
     between = ""
-    if format.closes and not format.listed:
+    if format.shape is Shape.NUMBERED:
+        body = "tool" + (f" tool{more}" if more else "") + f" {written(format.closes)}"
+        call, more = f"{opens} {body}", None
+    elif format.closes and not format.listed:
         body = f'"\\n" tool "\\n" {written(format.closes)}'
         call, between = f"{opens} {body}", '"\\n"'
     elif format.shape is Shape.NAMED_JSON:
@@ -151,6 +154,10 @@ def _tool_rules(calls: Calls, written: _Marks) -> list[str]:
         if format.shape is Shape.NAMED_JSON:
             head = f"{json.dumps(tool['name'])} {written('[ARGS]')}"
             rules.append(f"tool_{number}: {head} arguments_{number}")
+        elif format.shape is Shape.NUMBERED:
+            name = json.dumps(f"functions.{tool['name']}:")
+            head = f"{written(CALL_BEGINS)} {name} NUMBER {written(CALL_ARGUMENTS)}"
+            rules += [f"tool_{number}: {head} arguments_{number} {written(CALL_ENDS)}", "NUMBER: /[0-9]{1,3}/"]
         else:
             head = " ".join(map(json.dumps, _head(format, tool["name"])))
             rules.append(f'tool_{number}: {head} arguments_{number} "}}"')

@@ -17,12 +17,10 @@ from genbatch.nif.text.detokenizer import TokenizerError, raised
 from genbatch.nif.text.response_template import HARMONY, THINKING, checked_template, known_template
 from genbatch.nif.text.templates import ChatTemplateError, Rendering, TemplateRenderer
 from genbatch.nif.text.tokenizer_process import Encoding, TokenizerProcess, decoder_expressions, unchecked
-from genbatch.nif.text.tools import ToolFormat, thinking_tags, tool_format
+from genbatch.nif.text.tools import LFM2, Shape, ToolFormat, thinking_tags, tool_format
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
-
-from genbatch.nif.text.tools import LFM2
 
 log = logging.getLogger("genbatch")
 
@@ -370,6 +368,8 @@ class Tokenizer:
         elif not self.template_reads("tool_calls"):
             format = self.tool_format
             conversations = [with_calls_in_text(conversation, format) for conversation in conversations]
+        elif self.tool_format.shape is Shape.NUMBERED:
+            conversations = [with_numbered_calls(conversation) for conversation in conversations]
         rendering = self.renderer.start(
             self._template_name(has_tools=bool(tools)),
             conversations,
@@ -504,6 +504,25 @@ def with_calls_in_text(messages: Sequence[Mapping[str, Any]], format: ToolFormat
         else dict(message)
         for message in messages
     ]
+
+
+def with_numbered_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Name earlier calls as Kimi does, functions.NAME:NUMBER, whatever ids a client or another model gave them."""
+    ids: dict[Any, str] = {}
+    named: list[dict[str, Any]] = []
+    count = 0
+    for message in messages:
+        made = dict(message)
+        if message.get("tool_calls"):
+            calls = made["tool_calls"] = []
+            for call in message["tool_calls"]:
+                ids[call.get("id")] = f"functions.{call['function']['name']}:{count}"
+                calls.append({**call, "id": ids[call.get("id")]})
+                count += 1
+        if message.get("tool_call_id") in ids:
+            made["tool_call_id"] = ids[message["tool_call_id"]]
+        named.append(made)
+    return named
 
 
 def _called(content: str, calls: Sequence[Mapping[str, Any]], format: ToolFormat) -> str:

@@ -32,6 +32,7 @@ class Shape(Enum):
 
     JSON = "json"  # {"name": …, "arguments": {…}}, or a list of them
     NAMED_JSON = "named_json"  # name[ARGS]{…}
+    NUMBERED = "numbered"  # functions.name:0, which is the call's id, a mark and {…}, between marks of the call
     XML = "xml"  # <function=name><parameter=key>value</parameter></function>
     PYTHONIC = "pythonic"  # [name(key=value), …]
     CALLED = "called"  # call:name{key:<escape>text<escape>}
@@ -64,10 +65,16 @@ class ToolFormat:
     @property
     def marks(self) -> tuple[str, ...]:
         """Return the marks. A mark may be a special token, and then its text must be visible to the reader."""
-        inner = ("[ARGS]", "[CALL_ID]") if self.shape is Shape.NAMED_JSON else ()
+        inner = _INNER_MARKS.get(self.shape, ())
         return (*self.opens, *((self.closes,) if self.closes else ()), *inner)
 
 
+# The marks around an id, and after the arguments.
+CALL_BEGINS, CALL_ARGUMENTS, CALL_ENDS = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+_INNER_MARKS: Mapping[Shape, tuple[str, ...]] = {
+    Shape.NAMED_JSON: ("[ARGS]", "[CALL_ID]"),
+    Shape.NUMBERED: (CALL_BEGINS, CALL_ARGUMENTS, CALL_ENDS),
+}
 HERMES = ToolFormat("hermes", Shape.JSON, ("<tool_call>",), "</tool_call>", detect=("<tool_call>",))
 LFM2 = ToolFormat(
     "lfm2", Shape.PYTHONIC, ("<|tool_call_start|>",), "<|tool_call_end|>", "[", detect=("<|tool_call_start|>",)
@@ -80,6 +87,14 @@ FORMATS = (
     ToolFormat("mistral", Shape.JSON, ("[TOOL_CALLS]",), detect=("[TOOL_CALLS]",)),
     ToolFormat("nemotron", Shape.JSON, ("<TOOLCALL>",), "</TOOLCALL>", listed=True, detect=("<TOOLCALL>",)),
     ToolFormat("olmo", Shape.PYTHONIC, ("<function_calls>",), "</function_calls>", detect=("<function_calls>",)),
+    ToolFormat(
+        "kimi",
+        Shape.NUMBERED,
+        ("<|tool_calls_section_begin|>", CALL_BEGINS),  # Kimi leaves out the section's mark now and then
+        "<|tool_calls_section_end|>",
+        listed=True,
+        detect=("<|tool_calls_section_begin|>",),
+    ),
     LFM2,
     ToolFormat("pythonic", Shape.PYTHONIC, ("<|python_start|>",), "<|python_end|>", "[", detect=("<|python_start|>",)),
     ToolFormat(
@@ -321,8 +336,7 @@ class AnswerReader:
         assert self._format is not None
         self._opened_by = mark
         self._state = _State.CALL
-        if self._format.shape in (Shape.JSON, Shape.NAMED_JSON):
-            head = _JSON_HEAD if self._format.shape is Shape.JSON else _NAMED_HEAD
+        if head := _HEADS.get(self._format.shape):
             self._call = _JSONCalls(head, self._next_call)
 
     def _next_call(self) -> int:
@@ -409,6 +423,11 @@ _JSON_HEAD = re.compile(
 _NAMED_HEAD = re.compile(
     r"[\s\]\[,;}]*(?:\[TOOL_CALLS\])?\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\w+)?\s*\[ARGS\]\s*(?=\{)"
 )
+_NUMBERED_HEAD = re.compile(
+    r"\s*(?:<\|tool_call_end\|>\s*)?(?:<\|tool_call_begin\|>)?\s*(?P<id>(?:functions\.)?(?P<name>[\w.-]+)(?::\d+)?)"
+    r"\s*<\|tool_call_argument_begin\|>\s*(?=\{)"
+)
+_HEADS = {Shape.JSON: _JSON_HEAD, Shape.NAMED_JSON: _NAMED_HEAD, Shape.NUMBERED: _NUMBERED_HEAD}
 # Most characters of a call without a mark before its name is complete.
 _MAX_HEAD = 512
 
@@ -441,7 +460,7 @@ class _JSONCalls:
                 self._index = self._next_index()
                 self.num_read += 1
                 self.is_open = True
-                parts.calls.append(CallPiece(self._index, new_call_id(), name))
+                parts.calls.append(CallPiece(self._index, head.groupdict().get("id") or new_call_id(), name))
                 text = text[head.end() :]
             length = self._scan(text)
             if length:

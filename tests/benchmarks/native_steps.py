@@ -1,5 +1,6 @@
 """The native runner as an engine of `model_files`: steps without a Batcher."""
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 
@@ -24,30 +25,34 @@ class Ours:
         self._runner = native_runner(model, quantize="int8" if mode == "int8" else "none", n_threads=threads)
         self._threads = threads
         blocks = max(max(batches) * -(-CONTEXT // BLOCK_SIZE), PREFILL // BLOCK_SIZE)
-        self._runner.allocate([blocks], BLOCK_SIZE)
+        self._groups = len(self._runner.groups)
+        self._runner.allocate([blocks] * self._groups, BLOCK_SIZE)
         self._prefill(FIRST)()
         self.first_token_s = time.perf_counter() - started_at
 
     def decode(self, count: int) -> float:
-        """Decode tokens a second of `count` sequences."""
-        blocks = CONTEXT // BLOCK_SIZE
-        tables = torch.arange(count * blocks, dtype=torch.int32).view(count, blocks)
-        batch = RaggedBatch(
-            input_ids=torch.randint(self._vocab_size, (count,), generator=torch.Generator().manual_seed(1)),
-            positions=torch.full((count,), CONTEXT - 1),
-            query_starts=torch.arange(count + 1, dtype=torch.int32),
-            kv_lens=torch.full((count,), CONTEXT, dtype=torch.int32),
-            slots=(tables[:, -1].long() * BLOCK_SIZE + BLOCK_SIZE - 1,),
-            block_tables=(tables,),
-            logit_rows=torch.arange(count),
-            max_query_len=1,
-            max_kv_len=CONTEXT,
-        )
-        return rate(lambda: self._runner.forward_largest(batch, with_logits=False), count, self._threads)
+        """Decode tokens a second of `count` sequences, each of the last block's positions as often as the others."""
+        batches = itertools.cycle([self._decoding(count, CONTEXT - offset) for offset in range(BLOCK_SIZE)])
+        return rate(lambda: self._runner.forward_largest(next(batches), with_logits=False), count, self._threads)
 
     def prefill(self) -> float:
         """Prompt tokens a second."""
         return rate(self._prefill(PREFILL), PREFILL, self._threads)
+
+    def _decoding(self, count: int, length: int) -> RaggedBatch:
+        blocks = CONTEXT // BLOCK_SIZE
+        tables = torch.arange(count * blocks, dtype=torch.int32).view(count, blocks)
+        return RaggedBatch(
+            input_ids=torch.randint(self._vocab_size, (count,), generator=torch.Generator().manual_seed(length)),
+            positions=torch.full((count,), length - 1),
+            query_starts=torch.arange(count + 1, dtype=torch.int32),
+            kv_lens=torch.full((count,), length, dtype=torch.int32),
+            slots=(tables[:, -1].long() * BLOCK_SIZE + (length - 1) % BLOCK_SIZE,) * self._groups,
+            block_tables=(tables,) * self._groups,
+            logit_rows=torch.arange(count),
+            max_query_len=1,
+            max_kv_len=length,
+        )
 
     def _prefill(self, length: int) -> Callable[[], None]:
         batch = RaggedBatch(
@@ -55,8 +60,8 @@ class Ours:
             positions=torch.arange(length),
             query_starts=torch.tensor([0, length], dtype=torch.int32),
             kv_lens=torch.tensor([length], dtype=torch.int32),
-            slots=(torch.arange(length),),
-            block_tables=(torch.arange(length // BLOCK_SIZE, dtype=torch.int32)[None],),
+            slots=(torch.arange(length),) * self._groups,
+            block_tables=(torch.arange(length // BLOCK_SIZE, dtype=torch.int32)[None],) * self._groups,
             logit_rows=torch.tensor([length - 1]),
             max_query_len=length,
             max_kv_len=length,

@@ -50,6 +50,8 @@ def written_in(format: ToolFormat, arguments: str = '{"city": "</tool_call>]"}')
         "mistral-args": f"[TOOL_CALLS]f[ARGS]{arguments}",
         "nemotron": f"<TOOLCALL>[{call}]</TOOLCALL>",
         "llama3": call,
+        "kimi": f"<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{arguments}"
+        "<|tool_call_end|><|tool_calls_section_end|>",
     }[format.name]
 
 
@@ -66,6 +68,9 @@ def test_what_a_grammar_lets_through_is_read_as_calls(format: ToolFormat, severa
     assert [name for name, _ in take_apart(AnswerReader(format), [written])[2]] == ["f"]
     if format.name == "hermes":
         assert accepts(grammar, f"{written}\n{written}") == several
+    if format.name == "kimi":
+        call = written.removeprefix(format.opens[0]).removesuffix(format.closes)
+        assert accepts(grammar, format.opens[0] + call + call.replace(":0", ":1") + format.closes) == several
 
 
 @pytest.mark.parametrize("format", [HERMES, FORMAT["mistral-args"], FORMAT["llama3"]], ids=lambda format: format.name)

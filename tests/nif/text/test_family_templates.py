@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from genbatch.nif.text.tokenizer import Tokenizer
+from genbatch.nif.text.tokenizer import Tokenizer, with_numbered_calls
 from genbatch.nif.text.tools import AnswerReader
 from tests.nif.text.test_tools import take_apart
 from tests.nif.tiny_models import build_tokenizer
@@ -71,6 +71,15 @@ TEMPLATES = {
     "{%- if message.thinking is defined %}{{- '<think>' + message.thinking + '</think>' }}{%- endif %}"
     "{%- generation %}{{- message.content }}{%- if message.tool_calls is defined %}{{- render(message.tool_calls) }}"
     "{%- endif %}{%- endgeneration %}" + _END + "{%- endif %}",
+    # Kimi-Linear, as Kimi K2: a call's id has its name and its number in the conversation.
+    "kimi_linear": "{%- if tools %}{{- '<|im_system|>tool_declare<|im_middle|>' + (tools | tojson) + '<|im_end|>' }}"
+    "{%- endif %}{%- for message in messages %}{{- '<|im_' + message.role + '|>' + message.role + '<|im_middle|>' }}"
+    "{%- if message.role == 'tool' %}{{- '## Return of ' + message.tool_call_id + '\n' }}{%- endif %}"
+    "{{- message.content }}{%- if message.tool_calls %}{{- '<|tool_calls_section_begin|>' }}"
+    "{%- for call in message.tool_calls %}{{- '<|tool_call_begin|>' + call.id + '<|tool_call_argument_begin|>' }}"
+    "{{- call.function.arguments | tojson }}{{- '<|tool_call_end|>' }}{%- endfor %}"
+    "{{- '<|tool_calls_section_end|>' }}{%- endif %}{{- '<|im_end|>' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_assistant|>assistant<|im_middle|>' }}{%- endif %}",
     "olmo_hybrid": "{%- if tools %}{{- '<|im_start|>system\n<functions>' + (tools | tojson) + '</functions>' }}"
     "{%- endif %}" + _TURNS + "{%- if message.tool_calls %}{{- '<function_calls>' + message.tool_calls[0].function.name"
     " + '()</function_calls>' }}{%- endif %}" + _END + "{%- endif %}",
@@ -115,6 +124,9 @@ ANSWERS: list[tuple[str, str, str, str, list[Any]]] = [
      "", "hm", [ONE]),
     ("lfm2_5_moe", "<think>hm</think>It is <|tool_call_start|>[weather(city='12')]<|tool_call_end|>", "It is", "hm",
      [TWO]),
+    ("kimi_linear", "Now.<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+     '{"city": "Den Haag", "days": 3, "wind": true}<|tool_call_end|><|tool_call_begin|>functions.weather:1'
+     '<|tool_call_argument_begin|>{"city": "12"}<|tool_call_end|><|tool_calls_section_end|>', "Now.", "", [ONE, TWO]),
     ("olmo_hybrid", '<function_calls>weather(city="Den Haag", days=3, wind=True)\nweather(city="12")'
      "</function_calls>", "", "", [ONE, TWO]),
 ]  # fmt: skip
@@ -156,14 +168,26 @@ def test_earlier_calls_and_tools_stand_in_the_prompt(tmp_path: Path, family: str
     messages = [
         {"role": "user", "content": "?"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "sunny"},
+        {"role": "tool", "tool_call_id": "1", "content": "sunny"},
     ]
     tokens = tokenizer.apply_chat_template(messages, TOOLS)
     prompt = tokenizer.decode(tokens, skip_special_tokens=False)
     assert '"days"' in prompt and "sunny" in prompt
+    assert family != "kimi_linear" or "## Return of functions.weather:0\nsunny" in prompt
     before = prompt.partition("sunny")[0]
     written = before[before.index("assistant") :]
     reader = AnswerReader(tokenizer.tool_format, TOOLS)
     [(name, arguments)] = take_apart(reader, [written.partition("assistant")[2]])[2]
     assert name == "weather"
     assert family == "olmo_hybrid" or json.loads(arguments) == ARGUMENTS
+
+
+def test_numbers_of_calls_go_on_through_a_conversation() -> None:
+    def called(*ids: str) -> dict[str, object]:
+        return {"role": "assistant", "tool_calls": [{"id": i, "function": {"name": f"f_{i}"}} for i in ids]}
+
+    answers = [{"role": "tool", "tool_call_id": i, "content": ""} for i in ("b", "a", "unknown")]
+    named = with_numbered_calls([called("a", "b"), *answers, called("a")])
+    assert [call["id"] for call in named[0]["tool_calls"]] == ["functions.f_a:0", "functions.f_b:1"]
+    assert [answer["tool_call_id"] for answer in named[1:4]] == ["functions.f_b:1", "functions.f_a:0", "unknown"]
+    assert [call["id"] for call in named[4]["tool_calls"]] == ["functions.f_a:2"]

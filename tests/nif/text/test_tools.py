@@ -56,6 +56,12 @@ CASES: list[tuple[str, str, str, str, list[tuple[str, Any]]]] = [
     ("lfm2", '<|tool_call_start|>[f(a="x")]<|tool_call_end|>Done.', "Done.", "", [("f", {"a": "x"})]),
     ("lfm2", "<|tool_call_start|>[f(__import__('os'))]<|tool_call_end|>",
      "<|tool_call_start|>[f(__import__('os'))]<|tool_call_end|>", "", []),
+    ("kimi", 'Two:<|tool_calls_section_begin|><|tool_call_begin|>functions.f:3<|tool_call_argument_begin|>{"a": "}"}'
+     '<|tool_call_end|><|tool_call_begin|>functions.m-1.g:4 <|tool_call_argument_begin|> {}<|tool_call_end|>'
+     '<|tool_calls_section_end|>', "Two:", "", [("f", {"a": "}"}), ("m-1.g", {})]),
+    ("kimi", '<|tool_call_begin|>f<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>', "", "", [("f", {"a": 1})]),
+    ("kimi", "<|tool_calls_section_begin|>none<|tool_calls_section_end|> on",
+     "<|tool_calls_section_begin|>none<|tool_calls_section_end|> on", "", []),
     ("gemma", "<start_function_call>call:f{a:<escape>x,}<escape>,b:{c:1,d:[true,<escape>y<escape>]}}"
      "<end_function_call>", "", "", [("f", {"a": "x,}", "b": {"c": 1, "d": [True, "y"]}})]),
 ]  # fmt: skip
@@ -69,7 +75,8 @@ def take_apart(reader: AnswerReader, pieces: list[str]) -> tuple[str, str, list[
         reasoning += parts.reasoning
         for piece in parts.calls:
             if piece.id is not None:
-                assert piece.index == len(calls) and piece.id.isalnum() and len(piece.id) == 9
+                assert piece.index == len(calls)
+                assert (piece.id.isalnum() and len(piece.id) == 9) or piece.id.split(":")[0].endswith(piece.name or "")
                 calls.append((piece.name or "", ""))
             calls[piece.index] = (calls[piece.index][0], calls[piece.index][1] + piece.arguments)
     return text, reasoning, calls
@@ -179,6 +186,7 @@ def test_tags_of_one_model_come_before_those_of_many() -> None:
         ('ipython {"name": x, "parameters": y}', "llama3"),
         ("<|tool_call_start|>", "lfm2"),
         ("<start_function_call>", "gemma"),
+        ("<|tool_calls_section_begin|>", "kimi"),
         ("unheard of", "hermes"),
     ],
 )
