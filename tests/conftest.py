@@ -5,9 +5,10 @@ test module.
 """
 
 import importlib.util
+import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -125,3 +126,21 @@ def oracle(tiny_model_dir: Callable[[str], Path]) -> Callable[[str], Any]:
 def smollm2() -> Model:
     """The default model in float32 on the CPU, loaded once a session; at first it is fetched and converted."""
     return load_model("smollm2", dtype="float32", n_gpu_layers=0)
+
+
+@pytest.fixture
+def logging_restored() -> Iterator[None]:
+    """Undo what a command leaves behind in this process: its logging, and the variables for its children."""
+    environment = dict(os.environ)
+    root, ours = logging.getLogger(), logging.getLogger("genbatch")
+    handlers, levels = list(root.handlers), (root.level, ours.level)
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(levels[0])
+    ours.setLevel(levels[1])
+    logging.captureWarnings(False)
+    for name in {*os.environ, *environment}:
+        if name.startswith("GENBATCH_") and name in environment:
+            os.environ[name] = environment[name]
+        elif name.startswith("GENBATCH_"):
+            del os.environ[name]

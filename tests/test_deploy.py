@@ -23,6 +23,8 @@ from genbatch.clients.cli.main import app
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import ModelError
 
+pytestmark = pytest.mark.usefixtures("logging_restored")
+
 DEPLOY = Path(__file__).parent.parent / "docs" / "deploy"
 
 

@@ -114,7 +114,8 @@ class Grammars:
         if self._is_closed:
             return
         waiting = self._turns.setdefault(request.account, deque())
-        for left in [one for one in waiting if one.replied]:  # a client that cancels and retries must not pile these up
+        # A client that cancels and retries must not pile up requests.
+        for left in [waiter for waiter in waiting if waiter.replied]:
             waiting.remove(left)
             self._send(Compiled(left, outcome.Value([])))
         waiting.append(request)
@@ -552,17 +553,19 @@ class Arrivals:
         """Tokenize the prompt or the texts; long ones are tokenized off the event loop."""
         owner = self._owner
         assert request.read_job is not None
-        found = self._reader.read(request.read_job, lambda found: owner.ref.info(Encoded(request, found), control=True))
-        if found is not None:
-            return self._finish(request, found)
+        prompt = self._reader.read(
+            request.read_job, lambda prompt: owner.ref.info(Encoded(request, prompt), control=True)
+        )
+        if prompt is not None:
+            return self._finish(request, prompt)
         self._num_away += request.width
         return None
 
-    def _finish(self, request: Request, found: "outcome.Outcome[Any]") -> Request | None:
+    def _finish(self, request: Request, prompt: "outcome.Outcome[Any]") -> Request | None:
         """Make the sequences, or end a request for which none can be made."""
         assert request.begin_waiting is not None
         try:
-            request.begin_waiting(found)
+            request.begin_waiting(prompt)
         except Exception as error:  # a tokenizer that fails on a prompt fails only that request
             refusal = error if isinstance(error, GenbatchError) else EngineError(f"reading it failed: {error}")
             self._journal.unreadable(request, refusal)
@@ -574,7 +577,7 @@ class Arrivals:
 
 def limits_of_rest(limits: TimeLimits, drawn: ListOf[DrawnTokens]) -> TimeLimits:
     """Return the limits of a resumed request: the operator's bound on the first wait ends with the first token."""
-    return replace(limits, wait_s=None) if any(one.token_ids for one in drawn) else limits
+    return replace(limits, wait_s=None) if any(part.token_ids for part in drawn) else limits
 
 
 def restore(request: GenerationRequest, *, is_admitted: bool) -> None:
@@ -596,7 +599,7 @@ def restore(request: GenerationRequest, *, is_admitted: bool) -> None:
         if drawn.token_ids and not _push_again(sequence, drawn):
             if not is_admitted:
                 raise InvalidRequest("drawn", "a choice ends before its last token")
-            delivered = sum(len(one.token_ids) for one in request.drawn)
+            delivered = sum(len(part.token_ids) for part in request.drawn)
             raise EngineLost("the engine died, and the next one ends the answer before its last token", delivered)
 
 

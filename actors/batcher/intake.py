@@ -151,11 +151,11 @@ class Intake:
         """
         if name is None or name == self._model.name:
             return None
-        found = self._adapters.find(name)
-        if found is None:
-            served = ", ".join([self._model.name, *(one.name for one in self._adapters.serving())])
+        adapter = self._adapters.find(name)
+        if adapter is None:
+            served = ", ".join([self._model.name, *(each.name for each in self._adapters.serving())])
             raise ModelNotFound(f"the model {name[:128]!r} is not served here; there is {served}", field="model")
-        return found
+        return adapter
 
     def _check_length(self, request: GenerateRequest) -> None:
         """Raise PromptTooLong for a text that is certainly too long, without use of the tokenizer's one thread.
@@ -164,8 +164,8 @@ class Intake:
         """
         if request.truncate_prompt_tokens is not None:
             return
-        said = [message.content.strip() for message in request.messages or () if message.role == "user"]
-        for text in (request.prompt or "", *said):
+        user_texts = [message.content.strip() for message in request.messages or () if message.role == "user"]
+        for text in (request.prompt or "", *user_texts):
             self._check_text(text, "prompt" if request.messages is None else "messages")
 
     def _check_text(self, text: str, field: str) -> None:
@@ -437,16 +437,16 @@ class Intake:
             prompt: a rendering that includes other conversations, unless the prefix was known when it began.
         """
         with self._prefixes_lock:
-            found = self._prefixes.pop(key, None)
-        if found is None and prompt is not None and prompt.num_others:
-            found = self._tokenizer.common_prefix(prompt.others)
-        elif found is None:
-            found = self._tokenizer.template_prefix([{"role": key[0], "content": key[1]}])
+            prefix = self._prefixes.pop(key, None)
+        if prefix is None and prompt is not None and prompt.num_others:
+            prefix = self._tokenizer.common_prefix(prompt.others)
+        elif prefix is None:
+            prefix = self._tokenizer.template_prefix([{"role": key[0], "content": key[1]}])
         with self._prefixes_lock:
-            self._prefixes[key] = found  # the most recently used key is the last
+            self._prefixes[key] = prefix  # the most recently used key is the last
             if len(self._prefixes) > MAX_PREFIXES:
                 del self._prefixes[next(iter(self._prefixes))]
-        return found
+        return prefix
 
     def held_prompt(self, tokens: list[int], key: bytes, adapter: LoraAdapter | None = None) -> HeldPrompt:
         """Return a prompt to hold, as a unit of scheduling."""
@@ -524,7 +524,7 @@ class Intake:
                 for token_id in self._thinking.opening():
                     constraint.accept(token_id)
         digest = "" if request.adapter is None else request.adapter.digest
-        made: list[Generation] = []
+        sequences: list[Generation] = []
         for choice in range(wanted.n):
             request_id = next(self._ids)
             params = self._sampling(request, (seed + choice) % MAX_SEED, stop_ids)
@@ -535,8 +535,8 @@ class Intake:
                 make = partial(BeamGeneration, search=search, width=request.beam_width)
             else:
                 own = self._token_rules(wanted, request.constraints[choice] if request.constraints else None)
-                held = self._thinking.constraint(wanted, request.prompt_tokens, max_tokens, own)
-                sampler = SamplerState(params, request.prompt_tokens, held)
+                answer_constraint = self._thinking.constraint(wanted, request.prompt_tokens, max_tokens, own)
+                sampler = SamplerState(params, request.prompt_tokens, answer_constraint)
             sequence = make(
                 request_id=request_id,
                 arrival=request_id,
@@ -557,11 +557,11 @@ class Intake:
                 output=Output(self._tokenizer.backend, request.prompt_tokens, rules),
                 sampler=sampler,
             )
-            if made:
-                sequence.donor = made[0]
+            if sequences:
+                sequence.donor = sequences[0]
                 sequence.num_shared = len(request.prompt_tokens) - 1
-            made.append(sequence)
-        return made
+            sequences.append(sequence)
+        return sequences
 
     def _token_rules(self, request: GenerateRequest, inner: Constraint | None) -> Constraint | None:
         """Return the constraint by token ids around another one; `inner` itself for a request without such rules."""

@@ -59,13 +59,13 @@ class KVView:
     def prepare(self, waiting: Iterable[Slotted], beginning_of: Callable[[Slotted], Beginning]) -> None:
         """Prepare for a plan: set the waiting sequences' prefixes, and find held prompts that none of them needs."""
         self._beginnings = {}
-        wanted: set[int] = set()
+        donor_ids: set[int] = set()
         for owner in waiting:
             beginning = self._beginnings[owner.request_id] = beginning_of(owner)
             owner.num_computed = beginning.length
             if owner.donor is not None:
-                wanted.add(owner.donor.request_id)
-        self._idle = self._idle_slots(wanted)
+                donor_ids.add(owner.donor.request_id)
+        self._idle = self._idle_slots(donor_ids)
 
     @property
     def block_size(self) -> int:
@@ -129,21 +129,21 @@ class KVView:
             needed = needed + Blocks(kv.still_to_take(seq_id, length, chunk))
         return needed
 
-    def has_room(self, held: HeldPrompt, running: Iterable[Slotted], wanted: Set[int], *, forever: bool) -> bool:
+    def has_room(self, held: HeldPrompt, running: Iterable[Slotted], donor_ids: Set[int], *, forever: bool) -> bool:
         """Return whether a prompt to hold can be evaluated without a pause of another sequence.
 
         Args:
             held: a prompt with a slot and without blocks.
             running: the units that have begun.
-            wanted: ids of the held prompts that waiting sequences need; other held prompts are dropped for it.
+            donor_ids: ids of the held prompts that waiting sequences need; other held prompts are dropped for it.
             forever: reserve room for the full length of the running units; else only for their contexts.
         """
         if forever:
-            needs = [self.get_needed_resource_to_completion(one) for one in running]
+            needs = [self.get_needed_resource_to_completion(unit) for unit in running]
             room, needed = self.get_max_resource_count(), self.get_needed_resource_to_completion(held)
         else:
-            room = Blocks(self._kv.free_blocks) + Blocks(self._kv.held_only_by(self._idle_slots(wanted)))
-            needs = [self.blocks_for_step(one, one.context_remaining) for one in running]
+            room = Blocks(self._kv.free_blocks) + Blocks(self._kv.held_only_by(self._idle_slots(donor_ids)))
+            needs = [self.blocks_for_step(unit, unit.context_remaining) for unit in running]
             needed = self.blocks_for_step(held, held.context_remaining)
         return needed <= room - total(needs, self._nothing)
 
@@ -170,9 +170,9 @@ class KVView:
                 too_many = middle
         return fits + 1 if fits else 0  # the token drawn last is never evaluated
 
-    def _idle_slots(self, wanted: Set[int]) -> list[int]:
-        """Return the slots of droppable held prompts, except those with an id in `wanted`."""
-        idle = (held.seq_id for held in self._held.droppable() if held.request_id not in wanted)
+    def _idle_slots(self, donor_ids: Set[int]) -> list[int]:
+        """Return the slots of droppable held prompts, except those with an id in `donor_ids`."""
+        idle = (held.seq_id for held in self._held.droppable() if held.request_id not in donor_ids)
         return [seq_id for seq_id in idle if seq_id is not None]
 
     def _to_completion(self, request: LlmRequest, chunk: int, num_pinned: int) -> Blocks:
@@ -194,17 +194,17 @@ class KVView:
             needed.append(max(0, count - shared))
         return Blocks(needed)
 
-    def _common(self, group: LayerGroup, num_prompt: int, num_positions: int, held: int) -> int:
-        """Return the number of whole prompt blocks among the `held` blocks of a beam at its full length.
+    def _common(self, group: LayerGroup, num_prompt: int, num_positions: int, num_held: int) -> int:
+        """Return the number of whole prompt blocks among the `num_held` blocks of a beam at its full length.
 
         A window keeps the sink blocks at the beginning, and the last blocks.
         """
         block_size = self._kv.block_size
         prompt_blocks = num_prompt // block_size
         if group.window is None:
-            return min(prompt_blocks, held)
-        kept = min(-(-group.sink_tokens // block_size), held)
-        first = -(-num_positions // block_size) - (held - kept)
+            return min(prompt_blocks, num_held)
+        kept = min(-(-group.sink_tokens // block_size), num_held)
+        first = -(-num_positions // block_size) - (num_held - kept)
         return min(prompt_blocks, kept) + max(0, prompt_blocks - max(first, kept))
 
 
@@ -283,7 +283,7 @@ class Planner:
         target_ms = self._options.target_inter_token_latency_ms
         if not target_ms or not self._options.scheduling.decodes_first:
             return None
-        decoding = [one for one in self._slots.sequences.values() if one.phase is Phase.DECODING]
+        decoding = [sequence for sequence in self._slots.sequences.values() if sequence.phase is Phase.DECODING]
         waiting = min(len(self._slots.pending), len(self._slots.seq_pool))
         num_prompts = len(self._slots.sequences) - len(decoding) + waiting + len(self._held.evaluating())
         if not num_prompts:
@@ -291,8 +291,8 @@ class Planner:
         is_fused = self._options.batching_type is BatchingType.INFLIGHT_FUSED_BATCHING
         work = StepWork(
             steps=1 if is_fused else 2,
-            decodes=sum([one.width for one in decoding]),
-            keys=sum([one.width * (one.num_computed + 1) for one in decoding]),
+            decodes=sum([sequence.width for sequence in decoding]),
+            keys=sum([sequence.width * (sequence.num_computed + 1) for sequence in decoding]),
         )
         return prompt_budget(self._times.time, work, num_prompts, target_ms / 1000)
 
@@ -302,8 +302,8 @@ class Planner:
         if time is None:
             return None
         ready = self._slots.ready()[: len(self._slots.seq_pool)]
-        cached = [self._slots.beginning_of(one).length for one in ready]
-        sizes = [len(one.tokens) - length for one, length in zip(ready, cached, strict=True)]
+        cached = [self._slots.beginning_of(sequence).length for sequence in ready]
+        sizes = [len(sequence.tokens) - length for sequence, length in zip(ready, cached, strict=True)]
         keys = sum([size * (length + size / 2) for size, length in zip(sizes, cached, strict=True)])
         return time.seconds(StepWork(prompts=len(ready), prefill=sum(sizes), prefill_keys=keys))
 
@@ -331,9 +331,9 @@ class Planner:
                 plan = self._ask(self.scheduler, active, inflight)
                 if not (inflight or plan.num_scheduled or plan.paused_requests or plan.never_fitting):
                     raise SchedulerError(f"nothing is planned, and {len(active)} requests could run")
-                for one in plan.paused_requests:
-                    if _slotted(one).num_vain_pauses >= MAX_VAIN_PAUSES:
-                        raise SchedulerError(f"request {one.request_id} is paused before it gets anywhere")
+                for request in plan.paused_requests:
+                    if _slotted(request).num_vain_pauses >= MAX_VAIN_PAUSES:
+                        raise SchedulerError(f"request {request.request_id} is paused before it gets anywhere")
             except Exception as error:  # a user's scheduler may raise anything
                 self._report(error)
                 return self._ask(self._fallback, active, inflight)
@@ -394,7 +394,7 @@ class Planner:
         It pauses the newest running unit. It refuses a unit that runs alone, or one that waits while none runs.
         """
         active, _ = self._active()
-        running = [one for one in active if _slotted(one).seq_id is not None]
+        running = [request for request in active if _slotted(request).seq_id is not None]
         if len(running) > 1:
             return SchedulerOutput([], [], [max(running, key=waiting_key)])
         return SchedulerOutput([], [], [], never_fitting=active[:1]) if active else None
@@ -404,11 +404,13 @@ class Planner:
         for held in self._held.evaluating():
             if held.begun:
                 continue
-            running = [one for one in self._held.evaluating() if one.begun] + list(self._slots.sequences.values())
+            running = [prompt for prompt in self._held.evaluating() if prompt.begun] + list(
+                self._slots.sequences.values()
+            )
             waiting = (sequence.held_donor for sequence in self._slots.pending)
-            wanted = {donor.request_id for donor in waiting if donor is not None}
+            donor_ids = {donor.request_id for donor in waiting if donor is not None}
             forever = self._options.scheduling.never_pauses
-            if held.pinned or self._kv_view.has_room(held, running, wanted, forever=forever):
+            if held.pinned or self._kv_view.has_room(held, running, donor_ids, forever=forever):
                 self._slots.begin_held(held)
             else:
                 self._slots.drop_held(held)
@@ -433,14 +435,14 @@ class Planner:
         contexts: RequestList = []
         chunk_sizes: dict[int, int] = {}
         for owner in slotted(plan.context_requests):
-            wanted = plan.chunk_sizes[owner.request_id]
+            chunk_size = plan.chunk_sizes[owner.request_id]
             if owner.seq_id is not None:
                 start = owner.num_computed
-                size = min(wanted, draft.reach(owner.seq_id) - start)
+                size = min(chunk_size, draft.reach(owner.seq_id) - start)
                 fits = size > 0 and draft.grow([owner.seq_id], start + size)
             else:
                 beginning = self._slots.beginning_of(owner)
-                size = min(wanted, len(owner.tokens) - beginning.length)
+                size = min(chunk_size, len(owner.tokens) - beginning.length)
                 free_slots -= owner.width
                 reach = draft.reach_from(beginning) - beginning.length
                 if reach < size and not generation and not contexts:
@@ -455,8 +457,8 @@ class Planner:
     def _to_drop(self, starting: RequestList) -> HeldPrompt | None:
         """Return the held prompt to drop next: preferably one that no starting unit shares; None for none."""
         droppable = self._held.droppable()
-        wanted = {id(one.held_donor) for one in slotted(starting)}
-        return next((held for held in droppable if id(held) not in wanted), next(iter(droppable), None))
+        donors = {id(unit.held_donor) for unit in slotted(starting)}
+        return next((held for held in droppable if id(held) not in donors), next(iter(droppable), None))
 
     def _lay_out(self, plan: SchedulerOutput) -> list[Planned]:
         chunks = []
@@ -500,28 +502,30 @@ class BlockShares:
             return []
         needed = Blocks(self._kv.still_to_take_from(self._slots.beginning_of(first), length, length))
         seq_ids = self._slots.seq_ids_by_client()
-        held = {account: Blocks(self._kv.held_only_by(ids)) for account, ids in seq_ids.items()}
+        blocks_of = {account: Blocks(self._kv.held_only_by(ids)) for account, ids in seq_ids.items()}
         mine = first.request.account
-        if not (held[mine] + needed) * len(held) <= pool:
+        if not (blocks_of[mine] + needed) * len(blocks_of) <= pool:
             return []  # more than the client's share: it waits until others end
         chosen: list[Sequence] = []
-        able = [one for one in self._slots.pausable(inflight) if _has_had_a_turn(one)]
+        able = [sequence for sequence in self._slots.pausable(inflight) if _has_had_a_turn(sequence)]
         while not (needed <= free and (free >= self._margin * pool or len(chosen) == len(self._slots.sequences))):
             # guard: share of the blocks
-            rivals = [one for one in able if self._gives_way(one, first, held)]
+            rivals = [sequence for sequence in able if self._gives_way(sequence, first, blocks_of)]
             if not rivals:
                 return []
-            one = max(rivals, key=lambda one: (max(held[one.request.account]), -one.num_pauses, waiting_key(one)))
-            freed = self._kv_view.blocks_held(one)
-            free, held[one.request.account] = free + freed, held[one.request.account] - freed
-            able.remove(one)
-            chosen.append(one)
+            victim = max(
+                rivals, key=lambda rival: (max(blocks_of[rival.request.account]), -rival.num_pauses, waiting_key(rival))
+            )
+            freed = self._kv_view.blocks_held(victim)
+            free, blocks_of[victim.request.account] = free + freed, blocks_of[victim.request.account] - freed
+            able.remove(victim)
+            chosen.append(victim)
         return chosen
 
-    def _gives_way(self, one: Sequence, first: Sequence, held: dict[str, Blocks]) -> bool:
+    def _gives_way(self, sequence: Sequence, first: Sequence, blocks_of: dict[str, Blocks]) -> bool:
         """Return whether a client has more than its share, and has been served more than the waiting client."""
-        account = one.request.account
-        exceeds = not held[account] * len(held) <= self._kv_view.num_blocks
+        account = sequence.request.account
+        exceeds = not blocks_of[account] * len(blocks_of) <= self._kv_view.num_blocks
         return exceeds and self._slots.served(account) > self._slots.served(first.request.account)
 
 

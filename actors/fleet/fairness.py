@@ -125,7 +125,7 @@ class Line:
     def __len__(self) -> int:
         return len(self._waiting) + self._num_called
 
-    async def wait(self, one: Waiter, expires_at: float) -> bool:
+    async def wait(self, waiter: Waiter, expires_at: float) -> bool:
         """Wait for the turn; return False if `expires_at` passes first.
 
         Args:
@@ -134,35 +134,35 @@ class Line:
         Raises:
             QueueFull: too many requests wait, or too many of this client.
         """
-        self._check(one.account)
-        one.called = trio.Event()
-        self._waiting.append(one)
-        self._fair.enter(one.account)
+        self._check(waiter.account)
+        waiter.called = trio.Event()
+        self._waiting.append(waiter)
+        self._fair.enter(waiter.account)
         try:
             with trio.move_on_at(expires_at) if math.isfinite(expires_at) else trio.CancelScope():
-                await one.called.wait()
-            return one.called.is_set()
+                await waiter.called.wait()
+            return waiter.called.is_set()
         finally:
-            self._fair.leave(one.account, output_tokens=0)
-            if one.called.is_set():
+            self._fair.leave(waiter.account, output_tokens=0)
+            if waiter.called.is_set():
                 self._num_called -= 1
             else:
-                self._waiting.remove(one)
+                self._waiting.remove(waiter)
 
     def call(self, room: int) -> None:
         """Let `room` requests go, in turn."""
         room -= self._num_called
         if room <= 0 or not self._waiting:
             return
-        self._waiting.sort(key=lambda one: one.turn)
-        for one in self._fair.in_turn(self._waiting, _account, _tokens, {})[:room]:
-            self._waiting.remove(one)
-            self._fair.charge(one.account, prompt_tokens=one.tokens)
+        self._waiting.sort(key=lambda waiter: waiter.turn)
+        for waiter in self._fair.in_turn(self._waiting, _account, _tokens, {})[:room]:
+            self._waiting.remove(waiter)
+            self._fair.charge(waiter.account, prompt_tokens=waiter.tokens)
             self._num_called += 1
-            one.called.set()
+            waiter.called.set()
 
     def _check(self, account: str) -> None:
-        mine = sum(one.account == account for one in self._waiting)
+        mine = sum(waiter.account == account for waiter in self._waiting)
         count = len(self._waiting)
         if count >= self.limit:
             raise QueueFull("no replica is there, and enough requests wait for one", retry_after_ms=self.retry_ms)
@@ -175,9 +175,9 @@ class Line:
             )
 
 
-def _account(one: Waiter) -> str:
-    return one.account
+def _account(waiter: Waiter) -> str:
+    return waiter.account
 
 
-def _tokens(one: Waiter) -> int:
-    return one.tokens
+def _tokens(waiter: Waiter) -> int:
+    return waiter.tokens

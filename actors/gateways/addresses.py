@@ -80,9 +80,9 @@ def check_http(address: str, security: Security) -> HTTPAddress:
     Raises:
         AddressError: the address is invalid, or strangers could reach it.
     """
-    wanted = parse_http_address(address)
-    check_bind("http", address, wanted.host, lacking=security.lacking_for_http)
-    return wanted
+    parsed = parse_http_address(address)
+    check_bind("http", address, parsed.host, lacking=security.lacking_for_http)
+    return parsed
 
 
 def host_and_port(address: str, rest: str) -> tuple[str, int]:
@@ -205,8 +205,8 @@ def check_nobody_listens(address: str) -> None:
         return  # the system will choose a free port
     host = host.removeprefix("[").removesuffix("]")
     try:
-        found = socket.getaddrinfo("0.0.0.0" if host == "*" else host, port, type=socket.SOCK_STREAM)
-        for family, kind, protocol, _, where in found:
+        candidates = socket.getaddrinfo("0.0.0.0" if host == "*" else host, port, type=socket.SOCK_STREAM)
+        for family, kind, protocol, _, where in candidates:
             with socket.socket(family, kind, protocol) as probe:
                 # Use the gateways' own option, so that connections in TIME_WAIT do not block a port.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -240,17 +240,17 @@ def listen_at_file(path: Path) -> socket.socket:
     Raises:
         OSError: the file system refuses.
     """
-    made = socket.socket(socket.AF_UNIX)
+    listener = socket.socket(socket.AF_UNIX)
     umask = os.umask(0o177)
     try:
-        made.bind(str(path))
-        made.listen(BACKLOG)
+        listener.bind(str(path))
+        listener.listen(BACKLOG)
     except OSError:
-        made.close()
+        listener.close()
         raise
     finally:
         os.umask(umask)
-    return made
+    return listener
 
 
 def runtime_directory() -> Path:

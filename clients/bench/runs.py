@@ -215,11 +215,11 @@ class _Run:
         self._client = client
         self._slots = slots
         self._on_end = on_end
-        self.times = [RequestTimes(len(one.prompt), one.max_tokens, 0.0) for one in load.requests]
+        self.times = [RequestTimes(len(request.prompt), request.max_tokens, 0.0) for request in load.requests]
         # Count tokens only if a request waits for the others' tokens.
-        self._awaited = max(one.after_tokens for one in load.requests)
+        self._awaited = max(request.after_tokens for request in load.requests)
         self._ended: set[int] = set()
-        self._others = [index for index, one in enumerate(load.requests) if not one.after_tokens]
+        self._others = [index for index, request in enumerate(load.requests) if not request.after_tokens]
         self._reached = trio.Event()
 
     async def send(self, index: int, request: LoadRequest) -> None:
@@ -250,7 +250,7 @@ class _Run:
 
     def _count(self) -> None:
         """Start the waiting request once every other request has enough tokens or has ended."""
-        if all(len(self.times[one].token_at) >= self._awaited or one in self._ended for one in self._others):
+        if all(len(self.times[index].token_at) >= self._awaited or index in self._ended for index in self._others):
             self._reached.set()
 
 
@@ -284,13 +284,13 @@ def summary(run: LoadRun, goodput: Goodput | None = None) -> dict[str, Any]:
 
 def latencies(times: Sequence[RequestTimes]) -> dict[str, Any]:
     """Return the latencies of these requests; None if a metric has no value, such as the ITL of single tokens."""
-    found = {
-        "ttft": [one.ttft for one in times],
-        "tpot": [one.tpot for one in times if one.tpot is not None],
-        "itl": [gap for one in times for gap in one.itl],
-        "e2el": [one.e2el for one in times],
+    values = {
+        "ttft": [timed.ttft for timed in times],
+        "tpot": [timed.tpot for timed in times if timed.tpot is not None],
+        "itl": [gap for timed in times for gap in timed.itl],
+        "e2el": [timed.e2el for timed in times],
     }
-    return {f"{name}_ms": spread_ms(found[name]) for name in LATENCIES}
+    return {f"{name}_ms": spread_ms(values[name]) for name in LATENCIES}
 
 
 def spread_ms(seconds: Sequence[float]) -> dict[str, float] | None:
@@ -309,21 +309,21 @@ def decode_rate(times: Sequence[RequestTimes]) -> float | None:
 
     The time lasts from the latest first token to the earliest last token.
     """
-    if not times or any(one.error is not None for one in times):
+    if not times or any(request.error is not None for request in times):
         return None
-    begin = max(one.token_at[0] for one in times)
-    end = min(one.token_at[-1] for one in times)
+    begin = max(request.token_at[0] for request in times)
+    end = min(request.token_at[-1] for request in times)
     if end <= begin:
         return None
-    return sum(begin < at <= end for one in times for at in one.token_at) / (end - begin)
+    return sum(begin < at <= end for request in times for at in request.token_at) / (end - begin)
 
 
 def prefill_rate(times: Sequence[RequestTimes]) -> float | None:
     """Return prompt tokens per second until every request has its first token; early decodes share that time."""
-    if not times or any(one.error is not None for one in times):
+    if not times or any(request.error is not None for request in times):
         return None
-    elapsed = max(one.token_at[0] for one in times) - min(one.sent_at for one in times)
-    return sum(one.prompt_tokens - one.cached_tokens for one in times) / elapsed
+    elapsed = max(request.token_at[0] for request in times) - min(request.sent_at for request in times)
+    return sum(request.prompt_tokens - request.cached_tokens for request in times) / elapsed
 
 
 def disturbance(times: Sequence[RequestTimes]) -> dict[str, Any]:
@@ -333,8 +333,8 @@ def disturbance(times: Sequence[RequestTimes]) -> dict[str, Any]:
         return {"itl_before_ms": None, "itl_during_ms": None}
     before: list[float] = []
     during: list[float] = []
-    for one in others:
-        for at, gap in zip(one.token_at[1:], one.itl, strict=True):
+    for request in others:
+        for at, gap in zip(request.token_at[1:], request.itl, strict=True):
             if at <= last.sent_at:
                 before.append(gap)
             elif at - gap < last.token_at[0]:
@@ -367,7 +367,7 @@ async def run_case(
         if case.floor_s is not None:
             figures["floor_tok_s"] = case.batch / case.floor_s
             figures["percent_of_floor"] = None if rate is None else 100 * rate * case.floor_s / case.batch
-    if any(one.after_tokens for one in case.load.requests):
+    if any(request.after_tokens for request in case.load.requests):
         figures |= disturbance(run.times)
     return figures
 

@@ -65,22 +65,22 @@ class TraceFlags:
         """
         from genbatch.clients.plan.traces import MADE, TraceOptions, read_trace, write_trace
 
-        given = {
+        options = {
             "rate": self.rate,
             "duration_s": self.duration,
             "scale": self.scale,
             "tenants": self.tenants,
             "seed": self.seed,
         }
-        given = {name: value for name, value in given.items() if value is not None}
+        options = {name: value for name, value in options.items() if value is not None}
         if self.trace not in MADE:
-            if given or self.write_trace is not None:
-                name = next(iter(given), "write_trace").removesuffix("_s")
+            if options or self.write_trace is not None:
+                name = next(iter(options), "write_trace").removesuffix("_s")
                 raise UsageError(
                     f"{name}: only for a generated trace ({', '.join(MADE)}), not for the file {self.trace}"
                 )
             return read_trace(Path(self.trace), self.block_tokens)
-        trace = MADE[self.trace](TraceOptions(**given))  # type: ignore[arg-type]
+        trace = MADE[self.trace](TraceOptions(**options))  # type: ignore[arg-type]
         if self.write_trace is not None:
             write_trace(trace, self.write_trace)
         return trace
@@ -221,38 +221,40 @@ def plan(*, load: TraceFlags, fleet: SimulatedFleetFlags, wanted: PlanFlags) -> 
         raise typer.Exit(BAD_INPUT) from error
 
 
-def _plan(load: TraceFlags, fleet: SimulatedFleetFlags, wanted: PlanFlags) -> None:
+def _plan(load: TraceFlags, fleet: SimulatedFleetFlags, options: PlanFlags) -> None:
     from genbatch.clients.bench.runs import Goodput
     from genbatch.clients.plan.fleet_run import plan_table, plot_plan, smallest
     from genbatch.clients.plan.step_time import read_step_time
 
     bounds = fleet.bounds()
-    limits_s = Goodput.parse(wanted.target or ["ttft:2000 tpot:100"]).limits_s
+    limits_s = Goodput.parse(options.target or ["ttft:2000 tpot:100"]).limits_s
     if not set(limits_s) <= {"ttft", "tpot"}:
         raise UsageError("target: must be ttft or tpot")
     measured, trace = read_step_time(fleet.bench), load.read()
     console = Console()
     count = len(trace.requests)
-    prompt, output = (sum(getattr(one, name) for one in trace.requests) / count for name in ("prompt", "output"))
+    prompt, output = (
+        sum(getattr(request, name) for request in trace.requests) / count for name in ("prompt", "output")
+    )
     console.print(
         f"{trace.name}: {count:,d} requests in {trace.duration_s:,.0f} s, "
         f"{prompt:,.0f} prompt and {output:,.0f} output tokens each"
     )
     console.print(measured.describe(), soft_wrap=True)
     for router in fleet.router or ["prefix"]:
-        search = _Search(trace, measured.time, fleet, router, limits_s, wanted.cost or 0.0)
-        rows = search.rows(*bounds, wanted.share)
+        search = _Search(trace, measured.time, fleet, router, limits_s, options.cost or 0.0)
+        rows = search.rows(*bounds, options.share)
         console.print(f"\n[bold]{router}")
-        console.print(plan_table(rows, target_share=wanted.share, with_cost=wanted.cost is not None))
-        found = smallest(rows, wanted.share)
-        need = "no fleet within these bounds" if found is None else f"{found.replicas:,d} replicas"
+        console.print(plan_table(rows, target_share=options.share, with_cost=options.cost is not None))
+        least = smallest(rows, options.share)
+        need = "no fleet within these bounds" if least is None else f"{least.replicas:,d} replicas"
         kept = " ".join(f"{name}:{1e3 * limit:g}" for name, limit in limits_s.items())
-        console.print(f"{need}: {100 * wanted.share:g} % of the requests within {kept}")
-        if wanted.plot is not None:
-            path = wanted.plot
+        console.print(f"{need}: {100 * options.share:g} % of the requests within {kept}")
+        if options.plot is not None:
+            path = options.plot
             if len(fleet.router or ()) > 1:
                 path = path.with_stem(f"{path.stem}-{router.replace(':', '-')}")
-            plot_plan(rows, path, title=f"{trace.name}, {router}", target_share=wanted.share)
+            plot_plan(rows, path, title=f"{trace.name}, {router}", target_share=options.share)
 
 
 @dataclass(frozen=True, slots=True)

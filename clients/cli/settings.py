@@ -152,14 +152,14 @@ def _from_environment() -> dict[str, tuple[Any, str]]:
 
     kind = _settings_class()
     try:
-        found = EnvSettingsSource(kind)()
+        nested = EnvSettingsSource(kind)()
     except SettingsError as error:
         raise OptionError(_named_in(str(error)), "is not JSON (in the environment)") from error
-    given = {}
-    for name, value in _flattened(found).items():
+    settings = {}
+    for name, value in _flattened(nested).items():
         option = _known(name, "the environment")
-        given[name] = (_checked(option, value, option.variable), option.variable)
-    return given
+        settings[name] = (_checked(option, value, option.variable), option.variable)
+    return settings
 
 
 def _settings_class() -> "type[BaseSettings]":
@@ -192,12 +192,12 @@ def _named_in(text: str) -> str:
 def _from_file(path: Path | None) -> dict[str, tuple[Any, str]]:
     if path is None:
         return {}
-    found, text = _toml(path, "config")
-    given = {}
-    for name, value in _flattened(found).items():
+    nested, text = _toml(path, "config")
+    settings = {}
+    for name, value in _flattened(nested).items():
         where = f"{path}, line {_line_of(name, text)}"
-        given[name] = (_checked(_known(name, where), value, where, strict=True), where)
-    return given
+        settings[name] = (_checked(_known(name, where), value, where, strict=True), where)
+    return settings
 
 
 def _toml(path: Path, option: str) -> tuple[dict[str, Any], str]:
@@ -211,10 +211,10 @@ def _toml(path: Path, option: str) -> tuple[dict[str, Any], str]:
         raise OptionError(option, f"{path} is not TOML: {error}") from error
 
 
-def _flattened(found: Mapping[str, Any]) -> dict[str, Any]:
+def _flattened(nested: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values by option; a table's keys follow its name, as in "limits.max_n"."""
     flat: dict[str, Any] = {}
-    for name, value in found.items():
+    for name, value in nested.items():
         if isinstance(value, Mapping):
             flat.update({f"{name}.{key}": inner for key, inner in value.items()})
         else:
@@ -231,8 +231,8 @@ def _line_of(name: str, text: str) -> int:
             current = header[1].strip("\"'")
             if current == table and not key:
                 return number
-        said = re.match(r"\s*([\w.\"' -]+?)\s*=", line)
-        if said and ".".join(filter(None, (current, said[1].replace('"', "").replace(" ", "")))) in (name, table):
+        match = re.match(r"\s*([\w.\"' -]+?)\s*=", line)
+        if match and ".".join(filter(None, (current, match[1].replace('"', "").replace(" ", "")))) in (name, table):
             return number
     return 1
 
@@ -259,7 +259,7 @@ def models_on_demand(
         tables = _toml(path, "models")[0]
     if not tables and not may_be_none:
         raise OptionError("models", f"there is no model in {path}")
-    found = []
+    models = []
     for name, table in tables.items():
         where = f"{path}, table {name}"
         if not isinstance(table, Mapping) or "model" not in table:
@@ -278,8 +278,8 @@ def models_on_demand(
         except OptionError as error:
             raise OptionError(error.option, f"{error.reason} ({where})") from error
         own_keep_alive = values.get(ServiceOptions, {}).get("keep_alive", keep_alive)
-        found.append(ModelOnDemand(own_engine, own_batcher, own_keep_alive))
-    return found
+        models.append(ModelOnDemand(own_engine, own_batcher, own_keep_alive))
+    return models
 
 
 # Values
@@ -320,7 +320,7 @@ def _lenient_in_case(kind: Any) -> Any:
 
 
 def _member(kind: type[Enum], value: object) -> object:
-    return next((one for one in kind if str(value).casefold() == str(one.value).casefold()), value)
+    return next((member for member in kind if str(value).casefold() == str(member.value).casefold()), value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -388,8 +388,8 @@ def settings_of(context: typer.Context, model: str, file: ConfigFlags, flags: Se
     Raises:
         OptionError: see `read_settings`.
     """
-    given = {"model": model} if is_given(context, "model") else {}
-    return read_settings(given | flags.given(context), config=file.config)
+    chosen = {"model": model} if is_given(context, "model") else {}
+    return read_settings(chosen | flags.given(context), config=file.config)
 
 
 def settings_table(settings: Settings) -> "Table":

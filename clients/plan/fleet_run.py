@@ -390,13 +390,14 @@ class _Fleet:
             prompts=len(contexts),
             prefill=sum(chunks.values()),
             prefill_keys=sum(
-                chunks[one.request_id] * (one.num_computed + chunks[one.request_id] / 2) for one in contexts
+                chunks[request.request_id] * (request.num_computed + chunks[request.request_id] / 2)
+                for request in contexts
             ),
         )
         self._put(replica, now, _Step(now, self.time.seconds(work), decodes, contexts, chunks))
 
     def _plan(self, replica: _Replica) -> tuple[Sequence[LlmRequest], Sequence[LlmRequest], dict[int, int]]:
-        decoding = [one for one in replica.running if one.phase is Phase.DECODING]
+        decoding = [request for request in replica.running if request.phase is Phase.DECODING]
         replica.limits.prompt_budget = prompt_budget(
             self.time, _decode_work(decoding), len(replica.running) - len(decoding), self.target_s
         )
@@ -420,28 +421,28 @@ class _Fleet:
                 self.result.busy_s += plan.seconds
             if plan.decodes:
                 self.result.gaps.append((plan.seconds, len(plan.decodes)))
-            for one in plan.decodes:
-                one.num_generated += 1
-                one.num_computed += 1
-            for one in plan.contexts:
-                self._computed(replica, one, plan.chunks[one.request_id], now)
+            for request in plan.decodes:
+                request.num_generated += 1
+                request.num_computed += 1
+            for request in plan.contexts:
+                self._computed(replica, request, plan.chunks[request.request_id], now)
         if any(sequence.num_generated >= sequence.max_new_tokens for sequence in replica.running):
-            ended = [one for one in replica.running if one.num_generated >= one.max_new_tokens]
-            replica.running = [one for one in replica.running if one.num_generated < one.max_new_tokens]
+            ended = [request for request in replica.running if request.num_generated >= request.max_new_tokens]
+            replica.running = [request for request in replica.running if request.num_generated < request.max_new_tokens]
             for sequence in ended:
                 self._finish(replica, sequence, now)
 
-    def _computed(self, replica: _Replica, one: LlmRequest, chunk: int, now: float) -> None:
-        assert isinstance(one, _Sequence)
-        if one.phase is Phase.PENDING:
-            one.move(Phase.PREFILLING)
-        one.num_computed += chunk
+    def _computed(self, replica: _Replica, request: LlmRequest, chunk: int, now: float) -> None:
+        assert isinstance(request, _Sequence)
+        if request.phase is Phase.PENDING:
+            request.move(Phase.PREFILLING)
+        request.num_computed += chunk
         replica.tokens_waiting -= chunk
-        replica.blocks.computed(one)
-        if one.context_remaining == 0:
-            one.move(Phase.DECODING)
-            one.num_generated = 1
-            one.first_at = now
+        replica.blocks.computed(request)
+        if request.context_remaining == 0:
+            request.move(Phase.DECODING)
+            request.num_generated = 1
+            request.first_at = now
 
     def _finish(self, replica: _Replica, sequence: _Sequence, now: float) -> None:
         sequence.move(Phase.FINISHED)

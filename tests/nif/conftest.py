@@ -1,7 +1,10 @@
 """What tests of kernels and of the runners on top of them share."""
 
+import importlib.util
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,6 +34,26 @@ def gguf(tmp_path: Path) -> Path:
     path.parent.mkdir()
     write_llama(path)
     return path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_interpreter() -> None:
+    """Leave out work of Triton's interpreter that has no effect; that was half of its time.
+
+    Every call of a device function replaced the functions of `triton.language` again, and never put them back. Every
+    sum of integers was computed a second time for an overflow check, which reports only to a debugger.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return
+    from triton import knobs, language
+    from triton.runtime import interpreter
+
+    if not knobs.runtime.interpret or not hasattr(interpreter, "_LangPatchScope"):  # Triton 3.6 has none
+        return
+    interpreter._patch_lang(SimpleNamespace(__globals__={"language": language, "core": language.core}))
+    interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
 
 
 @pytest.fixture(scope="module")

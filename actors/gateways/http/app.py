@@ -117,20 +117,20 @@ def describe_api(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
     _, schemas = msgspec.json.schema_components(bodies, ref_template=_SCHEMAS)
     paths: dict[str, dict[str, Any]] = {}
     for endpoint in endpoints:
-        told: dict[str, Any] = {
+        operation: dict[str, Any] = {
             "summary": endpoint.summary,
             "responses": {"200": {"description": "as the API that the path is of has it"}},
         }
         if endpoint.body is not None:
             schema = {"$ref": _SCHEMAS.format(name=endpoint.body.__name__)}
-            told["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
-            told["responses"]["400"] = {"description": "{error: {message, type, param, code}}: param is at fault"}
+            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+            operation["responses"]["400"] = {"description": "{error: {message, type, param, code}}: param is at fault"}
         names = re.findall(r"{(\w+)}", endpoint.shown)
         if names:
-            told["parameters"] = [
+            operation["parameters"] = [
                 {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
             ]
-        paths.setdefault(endpoint.shown, {})[endpoint.method.lower()] = told
+        paths.setdefault(endpoint.shown, {})[endpoint.method.lower()] = operation
     return {
         "openapi": "3.1.0",
         "info": {"title": "genbatch", "version": "1", "description": "One language model, shared by many callers."},
@@ -147,10 +147,10 @@ def docs_page(endpoints: Sequence[Endpoint]) -> str:
         parts.append(f'<section class="card"><h2>{endpoint.method} {html.escape(endpoint.shown)}</h2>')
         parts.append(f"<p>{_shown_text(endpoint.summary)}</p>")
         if endpoint.body is not None:
-            told = {**_arguments(GenerateRequest), **_arguments(endpoint.body)}
+            texts = {**_arguments(GenerateRequest), **_arguments(endpoint.body)}
             rows = "".join(
                 f"<tr><td><code>{field.name}</code></td><td><code>{html.escape(_json_type(field.type))}</code></td>"
-                f"<td>{'required' if field.required else ''}</td><td>{_shown_text(told.get(field.name, ''))}</td></tr>"
+                f"<td>{'required' if field.required else ''}</td><td>{_shown_text(texts.get(field.name, ''))}</td></tr>"
                 for field in msgspec.structs.fields(endpoint.body)
             )
             parts.append(f"<details><summary>{_first_line(endpoint.body)}</summary><table>{rows}</table></details>")
@@ -158,9 +158,9 @@ def docs_page(endpoints: Sequence[Endpoint]) -> str:
     return _PAGE.replace("{{sections}}", "".join(parts))
 
 
-def _json_type(wanted: Any) -> str:
+def _json_type(python_type: Any) -> str:
     """A field's type in JSON's words, such as "array of string or null"."""
-    (schema,), _ = msgspec.json.schema_components([wanted], ref_template="{name}")
+    (schema,), _ = msgspec.json.schema_components([python_type], ref_template="{name}")
     return _shown_type(schema)
 
 
@@ -181,15 +181,15 @@ _ARGUMENT = re.compile(r"    (\w+(?:, \w+)*): (.*)")
 def _arguments(body: type) -> dict[str, str]:
     """What the class's docstring says of each field, by its name."""
     _, _, part = (inspect.getdoc(body) or "").partition("Args:\n")
-    told: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     names: list[str] = []
     for line in part.splitlines():
-        if found := _ARGUMENT.fullmatch(line):
-            names = found[1].split(", ")
-            told.update(dict.fromkeys(names, found[2]))
+        if match := _ARGUMENT.fullmatch(line):
+            names = match[1].split(", ")
+            descriptions.update(dict.fromkeys(names, match[2]))
         elif line.startswith("        "):
-            told.update({name: f"{told[name]} {line.strip()}" for name in names})
-    return told
+            descriptions.update({name: f"{descriptions[name]} {line.strip()}" for name in names})
+    return descriptions
 
 
 def _first_line(body: type) -> str:
@@ -350,15 +350,15 @@ class ServiceRoutes:
 
     def _card(self, card: ModelCard) -> dict[str, Any]:
         """As OpenAI's, with vLLM's names for the context and an adapter's model, and llama.cpp's for the state."""
-        made = {"id": card.id, "object": "model", "created": self._created, "owned_by": "genbatch"}
-        made |= {"parent": card.parent, "max_model_len": card.n_ctx, "sampling": card.sampling}
-        made["generates"] = card.generates
-        made["status"] = {"value": card.state}
+        shown = {"id": card.id, "object": "model", "created": self._created, "owned_by": "genbatch"}
+        shown |= {"parent": card.parent, "max_model_len": card.n_ctx, "sampling": card.sampling}
+        shown["generates"] = card.generates
+        shown["status"] = {"value": card.state}
         if card.embedding_size is not None:
-            made["embedding_size"] = card.embedding_size
+            shown["embedding_size"] = card.embedding_size
         if card.labels:
-            made["labels"] = card.labels
-        return made
+            shown["labels"] = card.labels
+        return shown
 
     async def to_tokens(self, request: Request) -> Response:
         """The token ids of a text or of messages."""

@@ -114,10 +114,10 @@ class BatchStore:
         try:
             for folder in (directory, self._files, self._batches):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            found = directory.stat()
+            status = directory.stat()
         except OSError as error:
             raise OptionError("batch_dir", f"{directory} cannot be made: {error.strerror}") from error
-        if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
             raise OptionError("batch_dir", f"{directory} is not a directory of this user alone (mode 0700)")
         self._turns = trio.CapacityLimiter(1)
         self._unsaved: dict[str, Batch] = {}  # ended batches that the disk has no room for
@@ -166,17 +166,17 @@ class BatchStore:
             Unavailable: another service has the directory.
         """
         self.check_ours()
-        held = sum(path.stat().st_size for path in self._files.iterdir())
-        if held + len(content) > MAX_STORE_BYTES:
-            raise InvalidRequest("file", f"{held} of {MAX_STORE_BYTES} bytes are in use: delete files first")
-        made = StoredFile(_new_id("file-"), owner, len(content), int(time.time()), filename, purpose)
+        num_bytes = sum(path.stat().st_size for path in self._files.iterdir())
+        if num_bytes + len(content) > MAX_STORE_BYTES:
+            raise InvalidRequest("file", f"{num_bytes} of {MAX_STORE_BYTES} bytes are in use: delete files first")
+        stored = StoredFile(_new_id("file-"), owner, len(content), int(time.time()), filename, purpose)
         try:
-            self.path(made.id).write_bytes(content)
-            _write(self._files / f"{made.id}.json", made)
+            self.path(stored.id).write_bytes(content)
+            _write(self._files / f"{stored.id}.json", stored)
         except OSError:
-            self.path(made.id).unlink(missing_ok=True)
+            self.path(stored.id).unlink(missing_ok=True)
             raise
-        return made
+        return stored
 
     def append(self, file_id: str, data: bytes) -> None:
         """Append to a file: all of the data, or nothing."""
@@ -195,14 +195,14 @@ class BatchStore:
         Raises:
             Refusal: there is none of this id.
         """
-        found = _read(self._files, file_id, owner, StoredFile, "file")
-        found.bytes = self.size(file_id)
-        return found
+        stored = _read(self._files, file_id, owner, StoredFile, "file")
+        stored.bytes = self.size(file_id)
+        return stored
 
     def files(self, owner: str) -> list[StoredFile]:
         """The owner's files, the newest first."""
-        found = [self.file(owner, one.id) for one in _all(self._files, StoredFile) if one.owner == owner]
-        return sorted(found, key=lambda one: (-one.created_at, one.id))
+        stored = [self.file(owner, file.id) for file in _all(self._files, StoredFile) if file.owner == owner]
+        return sorted(stored, key=lambda file: (-file.created_at, file.id))
 
     def path(self, file_id: str) -> Path:
         """Where a file's content is."""
@@ -220,7 +220,9 @@ class BatchStore:
         """
         self.check_ours()
         self.file(owner, file_id)
-        if any(file_id in (one.input_file_id, one.output_file_id, one.error_file_id) for one in self.open_batches()):
+        if any(
+            file_id in (batch.input_file_id, batch.output_file_id, batch.error_file_id) for batch in self.open_batches()
+        ):
             raise InvalidRequest("file_id", "a batch that has not ended needs this file")
         (self._files / f"{file_id}.json").unlink()
         self.path(file_id).unlink()
@@ -256,21 +258,21 @@ class BatchStore:
         Raises:
             Refusal: there is none of this id.
         """
-        found = _read(self._batches, batch_id, owner, Batch, "batch")
-        return self._unsaved.get(batch_id, found)
+        saved = _read(self._batches, batch_id, owner, Batch, "batch")
+        return self._unsaved.get(batch_id, saved)
 
     def batches(self, owner: str) -> list[Batch]:
         """The owner's batches, the newest first."""
-        found = [one for one in self._all_batches() if one.owner == owner]
-        return sorted(found, key=lambda one: (-one.created_at, one.id))
+        batches = [batch for batch in self._all_batches() if batch.owner == owner]
+        return sorted(batches, key=lambda batch: (-batch.created_at, batch.id))
 
     def open_batches(self) -> list[Batch]:
         """Everybody's batches that have not ended, the oldest first."""
-        found = [one for one in self._all_batches() if one.status in OPEN]
-        return sorted(found, key=lambda one: (one.created_at, one.id))
+        batches = [batch for batch in self._all_batches() if batch.status in OPEN]
+        return sorted(batches, key=lambda batch: (batch.created_at, batch.id))
 
     def _all_batches(self) -> Iterator[Batch]:
-        return (self._unsaved.get(one.id, one) for one in _all(self._batches, Batch))
+        return (self._unsaved.get(batch.id, batch) for batch in _all(self._batches, Batch))
 
     def result_file(self, batch: Batch, kind: str) -> str:
         """The id of a new, empty file for a batch's answers or errors."""
@@ -301,13 +303,13 @@ def _read(folder: Path, name: str, owner: str, kind: type[T], what: str) -> T:
     # guard: ids that are paths
     if _ID.fullmatch(name):
         try:
-            found = msgspec.json.decode((folder / f"{name}.json").read_bytes(), type=kind)
+            record = msgspec.json.decode((folder / f"{name}.json").read_bytes(), type=kind)
         except FileNotFoundError:
             pass
         else:
             # guard: another owner's files and batches
-            if found.owner == owner:
-                return found
+            if record.owner == owner:
+                return record
     raise Refusal(HTTPStatus.NOT_FOUND, "not_found", f"there is no {what} {name[:64]!r}")
 
 

@@ -218,10 +218,10 @@ def _for_template(fields: ChatFields, reader: Fields, names: dict[str, str]) -> 
     allowed = allowed_tools(fields.tool_choice)
     for index, tool in enumerate(fields.tools or ()):
         if is_run_by_client(tool, f"tools[{index}]", reader):
-            made = _tool(tool, f"tools[{index}]", reader)
-            if allowed is None or made.get("name") in allowed.names:
+            converted = _tool(tool, f"tools[{index}]", reader)
+            if allowed is None or converted.get("name") in allowed.names:
                 names[f"tools[{len(offered)}]"] = f"tools[{index}].{tool.get('type')}"
-                offered.append(made)
+                offered.append(converted)
     if offered:
         params["tools"] = offered
         if fields.parallel_tool_calls is not None:
@@ -274,7 +274,7 @@ def allowed_tools(choice: object) -> AllowedTools | None:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise InvalidRequest(f"{path}.tools", "must be a list of tools")
     named = [tool.get(str(tool.get("type")), tool) for tool in tools]
-    return AllowedTools(inner["mode"], frozenset(str(one.get("name")) for one in named if isinstance(one, dict)))
+    return AllowedTools(inner["mode"], frozenset(str(entry.get("name")) for entry in named if isinstance(entry, dict)))
 
 
 def _tool(tool: dict[str, Any], path: str, reader: Fields) -> dict[str, Any]:
@@ -399,26 +399,26 @@ def _shared(fields: GenerationFields) -> dict[str, Any]:
 
 def _shape(fields: GenerationFields) -> dict[str, Any]:
     """The shape of the answer by vLLM's names, old and new, and by llama.cpp's."""
-    wanted = {f"guided_{name}": getattr(fields, f"guided_{name}") for name in ("json", "regex", "grammar", "choice")}
+    guided = {f"guided_{name}": getattr(fields, f"guided_{name}") for name in ("json", "regex", "grammar", "choice")}
     for name, value in (fields.structured_outputs or {}).items():
         if value is None or value is False:
             continue
         if name == "json_object":
             return {"response_format": {"type": "json_object"}}
-        if f"guided_{name}" not in wanted:
+        if f"guided_{name}" not in guided:
             raise InvalidRequest(
                 f"structured_outputs.{name}", "is not supported: json, json_object, regex, choice, grammar"
             )
-        wanted[f"guided_{name}"] = value
+        guided[f"guided_{name}"] = value
     params: dict[str, Any] = {}
     if fields.json_schema is not None:
         params["response_format"] = {"type": "json_schema", "schema": fields.json_schema}
-    if wanted["guided_json"] is not None:
-        params["response_format"] = {"type": "json_schema", "schema": wanted["guided_json"]}
+    if guided["guided_json"] is not None:
+        params["response_format"] = {"type": "json_schema", "schema": guided["guided_json"]}
     for name in ("regex", "grammar"):
-        if wanted[f"guided_{name}"] is not None:
-            params[name] = wanted[f"guided_{name}"]
-    choices = wanted["guided_choice"]
+        if guided[f"guided_{name}"] is not None:
+            params[name] = guided[f"guided_{name}"]
+    choices = guided["guided_choice"]
     if choices is not None:
         if not choices or not all(isinstance(choice, str) and choice for choice in choices):
             raise InvalidRequest("guided_choice", "must be a list of texts, none of them empty")
@@ -464,8 +464,8 @@ _MESSAGE_FIELDS = ("role", "content", "tool_calls", "tool_call_id", "reasoning_c
 
 def _message(message: dict[str, Any], path: str, reader: Fields) -> dict[str, Any]:
     """A turn. An answer may be sent back as it was received, with its empty fields and its calls."""
-    said = {name: value for name, value in reader.take(message, _MESSAGE_FIELDS, path).items() if value != []}
-    role = said.pop("role", None)
+    values = {name: value for name, value in reader.take(message, _MESSAGE_FIELDS, path).items() if value != []}
+    role = values.pop("role", None)
     if role is None:
         raise InvalidRequest(f"{path}.role", "is missing")
     if not isinstance(role, str):
@@ -474,23 +474,23 @@ def _message(message: dict[str, Any], path: str, reader: Fields) -> dict[str, An
         raise InvalidRequest(f"{path}.role", "is the old name of tool")
     if role not in ROLES:
         raise InvalidRequest(f"{path}.role", f"must be one of {', '.join(ROLES)}, not {role!r:.40}")
-    if "tool_calls" not in said and "content" not in message:
+    if "tool_calls" not in values and "content" not in message:
         raise InvalidRequest(f"{path}.content", "is missing")
     # OpenAI's newer name for what templates call the system.
     turn: dict[str, Any] = {"role": "system" if role == "developer" else role}
-    has_calls = "tool_calls" in said
-    turn["content"] = "" if has_calls and "content" not in said else _text(said.get("content"), path, reader)
+    has_calls = "tool_calls" in values
+    turn["content"] = "" if has_calls and "content" not in values else _text(values.get("content"), path, reader)
     if has_calls:
-        calls = said["tool_calls"]
+        calls = values["tool_calls"]
         if not isinstance(calls, list):
             raise InvalidRequest(f"{path}.tool_calls", "must be a list")
         turn["tool_calls"] = [_call(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(calls)]
     # Both names of thinking come back from programs that know both.
     for name, ours in (("tool_call_id",) * 2, ("reasoning", "reasoning_content"), ("reasoning_content",) * 2):
-        if name in said:
-            turn[ours] = _string(said[name], f"{path}.{name}")
-    if role == "tool" and "name" in said:
-        turn["name"] = _string(said["name"], f"{path}.name")
+        if name in values:
+            turn[ours] = _string(values[name], f"{path}.{name}")
+    if role == "tool" and "name" in values:
+        turn["name"] = _string(values["name"], f"{path}.name")
     if role == "tool" and "tool_call_id" not in turn:
         raise InvalidRequest(f"{path}.tool_call_id", "is missing: which call does this answer?")
     return turn

@@ -6,7 +6,6 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,16 +21,9 @@ NAMES = {"request_id": "zeromq:1/7", "client": "zeromq:1", "tenant": "", "model"
 
 
 @pytest.fixture(autouse=True)
-def _logging_restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _plain_logs(logging_restored: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GENBATCH_LOG_FORMAT", "text")
     monkeypatch.setenv("GENBATCH_LOG_LEVEL", "info")
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    logging.getLogger("genbatch").setLevel(logging.NOTSET)
-    logging.captureWarnings(False)
 
 
 def written(capsys: pytest.CaptureFixture[str]) -> list[str]:
