@@ -177,7 +177,7 @@ def build_embed(texts: Texts, params: EmbedParams) -> EmbedRequest:
     """Build the request of `Client.embed`. It asks for vectors as bytes, which are half as long as numbers."""
     plain: object = texts
     if not isinstance(texts, str) and isinstance(texts, Sequence):
-        plain = [one if isinstance(one, str | int) else list(one) for one in texts]
+        plain = [text if isinstance(text, str | int) else list(text) for text in texts]
     fields = {"input": plain, "encoding_format": "base64", **params}
     request: EmbedRequest = check_type(fields, EmbedRequest)
     return request
@@ -267,13 +267,13 @@ class call_of(Generic[Params, T]):
     def __init__(self, build: Callable[Concatenate[Any, Params], Call[T]]) -> None:
         @wraps(build)
         async def awaited(client: "Client", *args: Params.args, **params: Params.kwargs) -> T:
-            made = build(client, *args, **params)
-            return made.read(await client.ask(made.request))
+            built = build(client, *args, **params)
+            return built.read(await client.ask(built.request))
 
         @wraps(build)
         def blocking(client: "SyncClient", *args: Params.args, **params: Params.kwargs) -> T:
-            made = build(client, *args, **params)
-            return made.read(client.ask(made.request))
+            built = build(client, *args, **params)
+            return built.read(client.ask(built.request))
 
         self._awaited = awaited
         self._blocking = blocking
@@ -642,9 +642,9 @@ async def embed_for(client: Client, request: EmbedRequest | ScoreRequest) -> tup
         return [struct.pack(f"<{len(row)}f", *row) for row in scores.scores], scores.usage.prompt_tokens
     params: Any = msgspec.to_builtins(request)
     params.pop("encoding_format", None)
-    found = await client.embed(params.pop("input"), **params)
-    vectors = [struct.pack(f"<{len(vector)}f", *vector) for vector in found.embeddings]
-    return vectors, found.usage.prompt_tokens
+    embedded = await client.embed(params.pop("input"), **params)
+    vectors = [struct.pack(f"<{len(vector)}f", *vector) for vector in embedded.embeddings]
+    return vectors, embedded.usage.prompt_tokens
 
 
 def asked_method(request: msgspec.Struct) -> Method:

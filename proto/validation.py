@@ -393,9 +393,9 @@ def validate_unload_adapter(request: UnloadAdapterRequest) -> None:
 
 
 def _check_prompt(request: GenerateRequest, limits: RequestLimits) -> None:
-    given = _check_given(request, ("prompt", "token_ids", "messages"))
-    if not getattr(request, given):
-        raise InvalidRequest(given, "is empty")
+    field = _check_given(request, ("prompt", "token_ids", "messages"))
+    if not getattr(request, field):
+        raise InvalidRequest(field, "is empty")
     _check_text("prompt", request.prompt or "")
     _check_token_ids(request.token_ids or [])
     _check_messages(request.messages or [], limits)
@@ -596,14 +596,14 @@ def validate_drawn(drawn: Sequence[DrawnTokens], request: GenerateRequest) -> No
     """
     if len(drawn) != request.n:
         raise InvalidRequest("drawn", f"has the tokens of {len(drawn)} choices, the request has n = {request.n}")
-    for choice, one in enumerate(drawn):
+    for choice, tokens in enumerate(drawn):
         path = f"drawn[{choice}]"
-        if one.token_ids and not (min(one.token_ids) >= 0 and max(one.token_ids) < 2**32):
+        if tokens.token_ids and not (min(tokens.token_ids) >= 0 and max(tokens.token_ids) < 2**32):
             raise InvalidRequest(f"{path}.token_ids", "has an id below 0 or of more than 32 bits")
-        if len(one.call_ids) > len(one.token_ids):
+        if len(tokens.call_ids) > len(tokens.token_ids):
             raise InvalidRequest(f"{path}.call_ids", "has more calls than tokens")
-        if len(one.logprobs) != (len(one.token_ids) if request.logprobs is not None else 0):
+        if len(tokens.logprobs) != (len(tokens.token_ids) if request.logprobs is not None else 0):
             raise InvalidRequest(f"{path}.logprobs", "must have one entry a token if the request asks for log-probs")
-        for index, (logprob, top) in enumerate(one.logprobs):
+        for index, (logprob, top) in enumerate(tokens.logprobs):
             if not (math.isfinite(logprob) and all(map(math.isfinite, top.values()))):
                 raise InvalidRequest(f"{path}.logprobs[{index}]", "is not finite")

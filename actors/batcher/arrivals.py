@@ -547,7 +547,7 @@ class Arrivals:
         admission = self._options.admission(client)
         if embeds and self._intake.generates:
             admission = replace(admission, max_queue=int(QUEUE_SHARE * admission.max_queue))
-        admission.check(wanted=width, client=account, patience_s=limits.patience_s, load=load)
+        admission.check(num_sequences=width, client=account, patience_s=limits.patience_s, load=load)
 
     def _encode(self, request: Request) -> Request | None:
         """Tokenize the prompt or the texts; long ones are tokenized off the event loop."""

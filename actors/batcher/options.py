@@ -61,26 +61,26 @@ class Admission:
     max_client_open: float
     in_turn: bool = True
 
-    def check(self, *, wanted: int, client: str, patience_s: float | None, load: Load) -> None:
-        """Admit `wanted` more sequences of `client`, which may wait for `patience_s` seconds.
+    def check(self, *, num_sequences: int, client: str, patience_s: float | None, load: Load) -> None:
+        """Admit `num_sequences` more sequences of `client`, which may wait for `patience_s` seconds.
 
         Raises:
             InvalidRequest: this many sequences never fit, not even into an empty queue.
             QueueFull: the queue, or this client's share of it, is full; with retry_after_ms.
             DeadlineExceeded: the request would expire before its turn.
         """
-        if wanted > self.max_queue + self.n_parallel:
+        if num_sequences > self.max_queue + self.n_parallel:
             places = f"{self.n_parallel} slots and {self.max_queue} places in the queue"
-            raise InvalidRequest("n", f"{wanted} answers never fit: this service has {places}")
+            raise InvalidRequest("n", f"{num_sequences} answers never fit: this service has {places}")
         # guard: bound of the queue
-        if load.waiting + wanted > self.max_queue + load.free_slots:
-            retry_ms = self._retry_ms(load.waiting + wanted - self.max_queue - load.free_slots, load)
+        if load.waiting + num_sequences > self.max_queue + load.free_slots:
+            retry_ms = self._retry_ms(load.waiting + num_sequences - self.max_queue - load.free_slots, load)
             raise QueueFull(f"{load.waiting} requests are waiting, {self.max_queue} may", retry_after_ms=retry_ms)
         # A client's only request needs a place and no share. In-process requests have no client name, and no share
         # applies.
         if client and load.open_of.get(client):
-            self._check_share(wanted, client, load)
-        expected_s = self._expected_wait_s(wanted, client, load)
+            self._check_share(num_sequences, client, load)
+        expected_s = self._expected_wait_s(num_sequences, client, load)
         # guard: hopeless deadline
         if patience_s is not None and expected_s is not None and expected_s > patience_s:
             raise DeadlineExceeded(
@@ -88,28 +88,32 @@ class Admission:
                 retry_after_ms=max(LEAST_RETRY_MS, round(1000 * (expected_s - patience_s))),
             )
 
-    def _check_share(self, wanted: int, client: str, load: Load) -> None:
+    def _check_share(self, num_sequences: int, client: str, load: Load) -> None:
         mine = load.waiting_of.get(client, 0)
         most = most_waiting(self.max_queue, load.waiting - mine, self.max_client_queue_share)
         # guard: a client's share of the queue
-        if mine + wanted > most + load.free_slots:
+        if mine + num_sequences > most + load.free_slots:
             raise QueueFull(
                 f"{mine} of this client's requests are waiting, {most:g} may: the other places are for other clients",
-                retry_after_ms=self._retry_ms(self._turns(mine + wanted - most - load.free_slots, client, load), load),
+                retry_after_ms=self._retry_ms(
+                    self._turns(mine + num_sequences - most - load.free_slots, client, load), load
+                ),
             )
         if load.open_of.keys() <= {client}:
             return
-        held = load.open_of[client]
+        num_open = load.open_of[client]
         most = self.max_client_open * self.n_parallel
         # guard: a client's open requests
-        if held + wanted > most:
+        if num_open + num_sequences > most:
             raise QueueFull(
-                f"this client has {held} requests open, {most:g} may be while others are served",
+                f"this client has {num_open} requests open, {most:g} may be while others are served",
                 # Its own sequences must end first, and other clients' sequences end meanwhile.
-                retry_after_ms=self._retry_ms((held + wanted - most) * self.n_parallel / max(1, held - mine), load),
+                retry_after_ms=self._retry_ms(
+                    (num_open + num_sequences - most) * self.n_parallel / max(1, num_open - mine), load
+                ),
             )
 
-    def _expected_wait_s(self, wanted: int, client: str, load: Load) -> float | None:
+    def _expected_wait_s(self, num_sequences: int, client: str, load: Load) -> float | None:
         """Return the wait of this client's last sequence at the recent pace; None before a pace was measured."""
         if load.free_slots > load.waiting:
             return 0.0
@@ -117,7 +121,7 @@ class Admission:
             return None
         ahead = load.waiting
         if self.in_turn and client:
-            ahead = min(ahead, ahead_in_turn(load.waiting_of, client, wanted))
+            ahead = min(ahead, ahead_in_turn(load.waiting_of, client, num_sequences))
         return load.service_s * (ahead + 1) / self.n_parallel
 
     def _turns(self, excess: float, client: str, load: Load) -> float:

@@ -284,8 +284,10 @@ class UnfinishedMessages:
 
     def _keep_room(self, now: float, room: int) -> None:
         """End connections until the others fit: first those with the longest unchanged message."""
-        open_ones = {connection: one for connection, one in self._arrived.items() if not one.is_ending}
-        excess = sum(one.num_held for one in open_ones.values()) - room
+        open_ones = {
+            connection: unfinished for connection, unfinished in self._arrived.items() if not unfinished.is_ending
+        }
+        excess = sum(unfinished.num_held for unfinished in open_ones.values()) - room
         # guard: unfinished messages of strangers
         if excess <= 0:
             return
@@ -303,7 +305,11 @@ class UnfinishedMessages:
 
     def _keep_queue_short(self, room: int) -> None:
         """End connections until no more messages wait than fit: first those with most."""
-        costs = {connection: self._cost(one) for connection, one in self._arrived.items() if not one.is_ending}
+        costs = {
+            connection: self._cost(unfinished)
+            for connection, unfinished in self._arrived.items()
+            if not unfinished.is_ending
+        }
         excess = sum(costs.values()) - room
         is_full = self._left + sum(costs.values()) > room
         for connection in sorted(costs, key=costs.__getitem__, reverse=True):

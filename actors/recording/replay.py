@@ -312,10 +312,10 @@ class ReplayedIntake(Intake):
         return self._system_prompts[int(content)]
 
     def sequences(self, request: GenerationRequest, max_tokens: int) -> list[Generation]:
-        made = super().sequences(request, max_tokens)
-        for sequence in made:
+        sequences = super().sequences(request, max_tokens)
+        for sequence in sequences:
             sequence.output = ReplayedOutput(sequence.output)
-        return made
+        return sequences
 
 
 class ReplayedOutput(Output):
@@ -362,13 +362,13 @@ def generate_message(arrived: Arrived, raises: Callable[[int], bool]) -> Generat
             "keep_stop",
         ),
     )
-    wanted = {
+    sampling = {
         name: getattr(plain if name in dropped else arrived.wanted, name)
         for name in GenerateRequest.__struct_fields__
         if name not in ("prompt", "messages", "token_ids", "model")
     }
     return Generate(
-        GenerateRequest(token_ids=[0], model=arrived.adapter or None, **wanted),
+        GenerateRequest(token_ids=[0], model=arrived.adapter or None, **sampling),
         on_token,
         client=arrived.client,
         request_id=arrived.request_id,
@@ -423,14 +423,14 @@ def replay(path: Path, *, changes: Mapping[str, Any] | None = None, follow: Foll
         OptionError, SchedulerError: the changed options are invalid.
     """
     reader = RecordReader(path)
-    found = iter(reader)
-    header = next(found, None)
+    records = iter(reader)
+    header = next(records, None)
     if not isinstance(header, Header):
         raise RecordError(f"{path} has no header: {reader.fault or 'it ends at its beginning'}")
     if header.format != FORMAT:
         raise RecordError(f"{path} has format {header.format}, this genbatch ({FORMAT}) reads another")
     played = Player(header, changes or {}, follow or (lambda _header, _record: None))
-    trio.run(played.run, _messages(found), clock=MockClock())
+    trio.run(played.run, _messages(records), clock=MockClock())
     played.report.fault = reader.fault
     return played.report
 
@@ -540,11 +540,11 @@ async def _drain(ref: ActorRef, timeout_s: float) -> None:
         await ref.call(DrainRequest(timeout_s=timeout_s), timeout=None, control=True)
 
 
-def _messages(found: Iterator[Record]) -> Iterator[tuple[MessageRecord, list[TickRecord], bool]]:
+def _messages(records: Iterator[Record]) -> Iterator[tuple[MessageRecord, list[TickRecord], bool]]:
     """Yield each message with the ticks that follow it, and whether it is the last."""
     message: MessageRecord | None = None
     ticks: list[TickRecord] = []
-    for record in found:
+    for record in records:
         if isinstance(record, TickRecord):
             ticks.append(record)
         elif not isinstance(record, Header):
@@ -595,15 +595,15 @@ class Timeline:
         """Return the forwards as REQUEST.CHOICE@SLOT[FIRST:LAST] of positions; "held" is a held prompt."""
         if tick is None:
             return "no tick"
-        said = [" ".join(_part(part) for part in group) for group in tick.groups]
+        parts = [" ".join(_part(part) for part in group) for group in tick.groups]
         for name, who in (("paused", tick.paused), ("refused", tick.refused)):
             if who:
-                said.append(f"{name} {' '.join(_name(*pair) for pair in who)}")
+                parts.append(f"{name} {' '.join(_name(*pair) for pair in who)}")
         if tick.sitting_out:
-            said.append(f"{len(tick.sitting_out)} left out")
+            parts.append(f"{len(tick.sitting_out)} left out")
         if tick.prompt_budget is not None:
-            said.append(f"{1000 * tick.prompt_budget[0]:.1f} ms for prompts")
-        return " | ".join(said) or "nothing to do"
+            parts.append(f"{1000 * tick.prompt_budget[0]:.1f} ms for prompts")
+        return " | ".join(parts) or "nothing to do"
 
 
 def _told(record: Record) -> str:

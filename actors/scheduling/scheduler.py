@@ -262,7 +262,7 @@ class MaxUtilizationScheduler(CapacityScheduler):
         # The first request is never paused, so the longest running one always completes.
         # guard: the first is never paused
         newest_first = range(len(running) - 1, 0, -1)
-        num_running = Counter(one.account for one in running)
+        num_running = Counter(request.account for request in running)
         most = max(num_running[running[index].account] for index in newest_first)
         # A new client's request is not paused for a client with several running requests.
         # guard: pauses of the client with most
@@ -495,11 +495,11 @@ def check_scheduler(names: str) -> None:
 
 def _named(names: str) -> list[type[RequestScheduler] | type[CapacityScheduler] | type[MicroBatchScheduler]]:
     """Return the named classes."""
-    found = [STEP_ORDERS.get(name) or _load(name) for name in (part.strip() for part in names.split(","))]
-    halves = [half for half in (CapacityScheduler, MicroBatchScheduler) for one in found if issubclass(one, half)]
-    if len(found) > 1 and sorted(half.__name__ for half in halves) != ["CapacityScheduler", "MicroBatchScheduler"]:
+    classes = [STEP_ORDERS.get(name) or _load(name) for name in (part.strip() for part in names.split(","))]
+    halves = [half for half in (CapacityScheduler, MicroBatchScheduler) for one in classes if issubclass(one, half)]
+    if len(classes) > 1 and sorted(half.__name__ for half in halves) != ["CapacityScheduler", "MicroBatchScheduler"]:
         raise SchedulerError(f"scheduler {names!r}: two names are a CapacityScheduler and a MicroBatchScheduler")
-    return found
+    return classes
 
 
 def _policy(options: SchedulerOptions, kv: KVResources) -> CapacityScheduler:
@@ -534,8 +534,8 @@ def _load(name: str) -> type[RequestScheduler] | type[CapacityScheduler] | type[
         raise SchedulerError(f"scheduler {name!r}: module {module_name!r} has no {class_name!r}")
     kinds = (RequestScheduler, CapacityScheduler, MicroBatchScheduler)
     if not (inspect.isclass(named) and issubclass(named, kinds)):
-        wanted = ", ".join(kind.__name__ for kind in kinds)
-        raise SchedulerError(f"scheduler {name!r}: {class_name} is not a subclass of one of {wanted}")
+        expected = ", ".join(kind.__name__ for kind in kinds)
+        raise SchedulerError(f"scheduler {name!r}: {class_name} is not a subclass of one of {expected}")
     if inspect.isabstract(named):
         raise SchedulerError(f"scheduler {name!r}: {class_name} is abstract, it lacks its method")
     return named

@@ -177,17 +177,17 @@ class ServedModels:
 
     async def _health(self) -> Health:
         loaded = [engine for model, engine in self._engines.items() if self._is_loaded(model)]
-        found = [await self._health_of(engine) for engine in loaded]
+        healths = [await self._health_of(engine) for engine in loaded]
         if self._keeper is not None:  # requests load a model that is not there
             waiting = self._keeper.num_waiting()
             status: HealthStatus = "draining" if self._keeper.is_draining else "ready"
-            found.append(Health(status=status, steps=0, requests_running=0, requests_waiting=waiting, stalled_s=0.0))
+            healths.append(Health(status=status, steps=0, requests_running=0, requests_waiting=waiting, stalled_s=0.0))
         return Health(
-            status=max((health.status for health in found), key=_STATUSES.index),
-            steps=sum(health.steps for health in found),
-            requests_running=sum(health.requests_running for health in found),
-            requests_waiting=sum(health.requests_waiting for health in found),
-            stalled_s=max(health.stalled_s for health in found),
+            status=max((health.status for health in healths), key=_STATUSES.index),
+            steps=sum(health.steps for health in healths),
+            requests_running=sum(health.requests_running for health in healths),
+            requests_waiting=sum(health.requests_waiting for health in healths),
+            stalled_s=max(health.stalled_s for health in healths),
         )
 
     async def _health_of(self, engine: Callee) -> Health:
@@ -199,24 +199,24 @@ class ServedModels:
 
     async def _stats(self) -> dict[str, Any]:
         """Return the stats of each model, and the sums of their counts."""
-        found: dict[str, dict[str, Any]] = {}
+        reports: dict[str, dict[str, Any]] = {}
 
         async def ask(model: str, engine: Callee) -> None:
-            found[model] = {"engine": "down", "model": model}
+            reports[model] = {"engine": "down", "model": model}
             for _ in range(2):  # the second call knows if the engine died during the first
                 with suppress(Unavailable, ActorDown, CallTimeout):
-                    found[model] = await engine.call(StatsRequest(), control=True)
+                    reports[model] = await engine.call(StatsRequest(), control=True)
                     break
             if self._keeper is not None and model in self._keeper:
                 own = self._keeper.stats(model)
-                found[model] |= own
+                reports[model] |= own
                 if own["state"] != "loaded":
-                    found[model] |= {"engine": own["state"], "model": model}
+                    reports[model] |= {"engine": own["state"], "model": model}
 
         async with trio.open_nursery() as nursery:
             for model, engine in self._engines.items():
                 nursery.start_soon(ask, model, engine)
-        ordered = {model: found[model] for model in self._engines}
+        ordered = {model: reports[model] for model in self._engines}
         return {**_counts(ordered.values()), BY_MODEL: ordered}
 
     async def _drain(self, request: DrainRequest) -> Drained:
@@ -250,9 +250,9 @@ def unknown_card(name: str, parent: str | None = None) -> ModelCard:
     )
 
 
-def _counts(found: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+def _counts(reports: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     """Return the sums of the counts over all models; times and shares stay per model."""
     total: Counter[str] = Counter()
-    for stats in found:
+    for stats in reports:
         total.update({name: value for name, value in stats.items() if type(value) is int and name != "kv_block_size"})
     return dict(total)

@@ -187,9 +187,9 @@ class ConversationStore:
         """
         state = b""
         if self._client is not None and turns:
-            told = [] if system is None else [Message(role="system", content=system)]
+            opening = [] if system is None else [Message(role="system", content=system)]
             try:
-                state = await self._client.save_session([*told, *turns])
+                state = await self._client.save_session([*opening, *turns])
             except GenbatchError as error:
                 self._warn(f"the KV is not kept: {error}")
         self._file.write(Session(system=system, turns=list(turns), state=state))
@@ -275,8 +275,8 @@ async def _tell_models_own(client: Client, context: typer.Context) -> None:
     cards = await client.models()  # none, while a fleet has no replica
     own = {name: value for card in cards[:1] for name, value in card.sampling.items() if not is_given(context, name)}
     if own and sys.stdin.isatty():
-        told = ", ".join(f"{name} {value:g}" for name, value in own.items())
-        Console(stderr=True, highlight=False).print(f"drawing as the model's makers say: {told}", style="dim")
+        settings = ", ".join(f"{name} {value:g}" for name, value in own.items())
+        Console(stderr=True, highlight=False).print(f"drawing as the model's makers say: {settings}", style="dim")
 
 
 class Conversation:
@@ -357,11 +357,11 @@ class Conversation:
     async def _answer(self, text: str) -> None:
         """Stream an answer; the text of a cancelled answer stays in the conversation."""
         asked = [*self._turns, Message(role="user", content=text)]
-        told = [] if self._system is None else [Message(role="system", content=self._system)]
-        said: list[str] = []
+        opening = [] if self._system is None else [Message(role="system", content=self._system)]
+        texts: list[str] = []
         with trio.CancelScope() as self._answering:
             try:
-                note = await self._say([*told, *asked], said)
+                note = await self._say([*opening, *asked], texts)
             except PromptTooLong as error:
                 print_error(error, advice="/new starts a new conversation")
             except GenbatchError as error:
@@ -371,18 +371,18 @@ class Conversation:
         if self._answering.cancelled_caught:
             sys.stdout.write(" [cancelled]")
         self._answering = None
-        if said:
+        if texts:
             sys.stdout.write("\n\n" if self._is_terminal else "\n")
-            self._turns = [*asked, Message(role="assistant", content="".join(said))]
+            self._turns = [*asked, Message(role="assistant", content="".join(texts))]
             self._keep()
 
-    async def _say(self, messages: list[Message], said: list[str]) -> str:
+    async def _say(self, messages: list[Message], texts: list[str]) -> str:
         """Writes an answer as it comes, and adds it to `said`; returns what is to be noted behind it."""
         limit = self._parameters.get("max_tokens") or MAX_ANSWER_TOKENS
         parameters: GenerateParams = {**self._parameters, "max_tokens": limit}
         async with self._client.stream(messages=messages, **parameters) as stream:
             async for token in stream:
-                said.append(token.text)
+                texts.append(token.text)
                 sys.stdout.write(printable(token.text, is_terminal=self._to_terminal))
                 sys.stdout.flush()
         if stream.result.finish_reason != "length":

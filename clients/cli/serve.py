@@ -95,11 +95,11 @@ class FleetFlags:
         Raises:
             UsageError: a flag of fleets without the number of replicas.
         """
-        wanted = (self.replicas, self.min_replicas, self.max_replicas) != (None, None, None)
+        is_fleet = (self.replicas, self.min_replicas, self.max_replicas) != (None, None, None)
         for name in ("router", "ray_address", "fleet"):
-            if not wanted and getattr(self, name) is not None:
+            if not is_fleet and getattr(self, name) is not None:
                 raise UsageError(f"{name}: there are no replicas; set --replicas or --max-replicas")
-        return wanted
+        return is_fleet
 
     def rule(self) -> "ScaleRule":
         """Return the rule for the number of replicas.
@@ -227,21 +227,21 @@ def serve(
     run_service(run)
 
 
-def named_models(given: Sequence[str]) -> list[tuple[str, str]]:
+def named_models(arguments: Sequence[str]) -> list[tuple[str, str]]:
     """Return (name, model) for each argument; the name is "" if the argument has none.
 
     Raises:
         UsageError: a name is empty.
     """
-    found = []
-    for argument in given:
+    models = []
+    for argument in arguments:
         name, equals, path = argument.partition("=")
         if not equals or written_path(argument).exists():  # a path may contain the sign
             name, path = "", argument
         elif not (name and path):
             raise UsageError(f"model: {argument!r} is not NAME=MODEL")
-        found.append((name, path))
-    return found
+        models.append((name, path))
+    return models
 
 
 def engines_of(engine: EngineOptions, named: Sequence[tuple[str, str]]) -> list[EngineOptions]:

@@ -93,9 +93,9 @@ class _Marks:
         self._token_id = token_id
 
     def __call__(self, mark: str) -> str:
-        found = self._token_id(mark)
-        if found is not None:
-            return f"<[{found}]>"
+        special_id = self._token_id(mark)
+        if special_id is not None:
+            return f"<[{special_id}]>"
         first, text = mark[: mark.find(">") + 1], mark[mark.find(">") + 1 :]
         begins = self._token_id(first) if first and text else None  # as <|channel>thought
         return json.dumps(mark) if begins is None else f"<[{begins}]> {json.dumps(text)}"
@@ -179,14 +179,14 @@ def _closed(schema: Any, depth: int = 0) -> Any:
     """
     if not isinstance(schema, dict) or depth > _MAX_DEPTH:
         return schema
-    made = dict(schema)
+    closed = dict(schema)
     for name in ("properties", "$defs", "definitions"):
-        if isinstance(made.get(name), dict):
-            made[name] = {key: _closed(inner, depth + 1) for key, inner in made[name].items()}
-    if "items" in made:
-        made["items"] = _closed(made["items"], depth + 1)
-    if isinstance(made.get("anyOf"), list) and "properties" not in made:
-        made["anyOf"] = [_closed(inner, depth + 1) for inner in made["anyOf"]]
-    if "properties" in made and not _COMBINING.intersection(made):
-        made.setdefault("additionalProperties", False)
-    return made
+        if isinstance(closed.get(name), dict):
+            closed[name] = {key: _closed(inner, depth + 1) for key, inner in closed[name].items()}
+    if "items" in closed:
+        closed["items"] = _closed(closed["items"], depth + 1)
+    if isinstance(closed.get("anyOf"), list) and "properties" not in closed:
+        closed["anyOf"] = [_closed(inner, depth + 1) for inner in closed["anyOf"]]
+    if "properties" in closed and not _COMBINING.intersection(closed):
+        closed.setdefault("additionalProperties", False)
+    return closed

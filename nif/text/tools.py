@@ -300,9 +300,9 @@ class AnswerReader:
     def _read_text(self, parts: Parts, at_end: bool) -> bool:
         if self._trims:
             self._buffer = self._buffer.lstrip()
-        found = min(((self._buffer.index(mark), mark) for mark in self._opens if mark in self._buffer), default=None)
-        if found is not None:
-            start, mark = found
+        first = min(((self._buffer.index(mark), mark) for mark in self._opens if mark in self._buffer), default=None)
+        if first is not None:
+            start, mark = first
             parts.text += self._text(self._buffer[:start].rstrip())
             self._buffer = self._buffer[start + len(mark) :]
             self._open(mark)
@@ -385,10 +385,10 @@ class AnswerReader:
         """Parse a call of a format that is parsed as a whole."""
         assert self._format is not None
         closes = self._format.closes if self._opened_by else ""
-        found = bool(closes) and closes in self._buffer
-        if not (found or at_end or len(self._buffer) > MAX_HELD):
+        is_closed = bool(closes) and closes in self._buffer
+        if not (is_closed or at_end or len(self._buffer) > MAX_HELD):
             return False
-        if found:
+        if is_closed:
             body, _, self._buffer = self._buffer.partition(closes)
         else:
             body, self._buffer = self._buffer, ""
@@ -397,7 +397,7 @@ class AnswerReader:
         read = _READERS[self._format.shape]
         calls = read(body, self._schemas) if len(body) <= MAX_HELD else None
         if not calls:
-            self._as_text(parts, body + (closes if found else ""))
+            self._as_text(parts, body + (closes if is_closed else ""))
             return True
         for name, arguments in calls:
             text = json.dumps(arguments, ensure_ascii=False)
@@ -532,13 +532,13 @@ def _read_xml(body: str, schemas: Mapping[str, Any]) -> _Calls:
 
 def _typed(text: str, schema: object) -> Any:
     """Convert an unquoted value by its schema: JSON, or as Python writes it, unless the schema says string."""
-    wanted = schema.get("type") if isinstance(schema, dict) else None
-    if wanted == "string":
+    kind = schema.get("type") if isinstance(schema, dict) else None
+    if kind == "string":
         return text
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        value = None if wanted is None else _python_value(text)
+        value = None if kind is None else _python_value(text)
         return text if value is None and text.strip() != "None" else value
 
 

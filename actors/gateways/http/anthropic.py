@@ -174,12 +174,12 @@ def _system(system: str | list[dict[str, Any]], reader: Fields) -> str:
 
 
 def _tool(tool: dict[str, Any], path: str, reader: Fields) -> dict[str, Any]:
-    found = reader.take(tool, ("type", "name", "description", "input_schema", "strict"), path)
+    fields = reader.take(tool, ("type", "name", "description", "input_schema", "strict"), path)
     names = {"name": "name", "description": "description", "input_schema": "parameters"}
-    made = {ours: found[theirs] for theirs, ours in names.items() if theirs in found}
-    if found.get("strict"):
-        made["strict"] = True
-    return made
+    converted = {ours: fields[theirs] for theirs, ours in names.items() if theirs in fields}
+    if fields.get("strict"):
+        converted["strict"] = True
+    return converted
 
 
 def _turns(message: dict[str, Any], path: str, reader: Fields) -> list[tuple[dict[str, Any], dict[str, str]]]:
@@ -210,10 +210,10 @@ def _turns(message: dict[str, Any], path: str, reader: Fields) -> list[tuple[dic
             names |= {f".tool_calls[{len(calls)}].arguments": f"{place}.input", f".tool_calls[{len(calls)}]": place}
             calls.append({"id": block.get("id"), "name": block.get("name"), "arguments": arguments})
         elif kind == "tool_result" and role == "user":
-            said = _text(block.get("content") or "", f"{place}.content", reader)
+            text = _text(block.get("content") or "", f"{place}.content", reader)
             if block.get("is_error"):
-                said = _ERROR + said
-            result = {"role": "tool", "content": said, "tool_call_id": block.get("tool_use_id")}
+                text = _ERROR + text
+            result = {"role": "tool", "content": text, "tool_call_id": block.get("tool_use_id")}
             results.append((result, {".tool_call_id": f"{place}.tool_use_id", "": place}))
         elif kind == "thinking" and isinstance(block.get("thinking"), str):
             thoughts.append(block["thinking"])

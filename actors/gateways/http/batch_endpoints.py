@@ -68,7 +68,7 @@ class BatchEndpoints:
     async def files(self, request: Request) -> Response:
         """The caller's files, the newest first."""
         files = await self._store.run(self._store.files, _owner(request))
-        return JSON(_page([_shown_file(one) for one in files], request))
+        return JSON(_page([_shown_file(file) for file in files], request))
 
     async def file(self, request: Request) -> Response:
         """One file's name, size and purpose."""
@@ -76,8 +76,8 @@ class BatchEndpoints:
 
     async def content(self, request: Request) -> Response:
         """A file's content."""
-        found = await self._store.run(self._store.file, _owner(request), request.path_params["id"])
-        content = await self._store.run(self._store.path(found.id).read_bytes)
+        stored = await self._store.run(self._store.file, _owner(request), request.path_params["id"])
+        content = await self._store.run(self._store.path(stored.id).read_bytes)
         return Response(content, media_type="application/octet-stream")
 
     async def delete(self, request: Request) -> Response:
@@ -114,7 +114,7 @@ class BatchEndpoints:
     async def batches(self, request: Request) -> Response:
         """The caller's batches, the newest first."""
         batches = await self._store.run(self._store.batches, _owner(request))
-        return JSON(_page([_shown_batch(one) for one in batches], request))
+        return JSON(_page([_shown_batch(batch) for batch in batches], request))
 
     async def batch(self, request: Request) -> Response:
         """One batch's state."""
@@ -160,7 +160,7 @@ async def _form(request: Request) -> FormData:
         raise InvalidRequest(None, f"the body is no form: {error}") from None
 
 
-def _page(found: Sequence[dict[str, Any]], request: Request) -> dict[str, Any]:
+def _page(entries: Sequence[dict[str, Any]], request: Request) -> dict[str, Any]:
     """A part of a list, by OpenAI's `limit` and `after`.
 
     Raises:
@@ -170,18 +170,18 @@ def _page(found: Sequence[dict[str, Any]], request: Request) -> dict[str, Any]:
     if not limit.isdecimal() or not 1 <= int(limit) <= MAX_LISTED:
         raise InvalidRequest("limit", f"must be a number from 1 to {MAX_LISTED}, not {limit[:16]!r}")
     after = request.query_params.get("after")
-    ids = [one["id"] for one in found]
+    ids = [entry["id"] for entry in entries]
     if after is not None and after not in ids:
         raise InvalidRequest("after", f"there is no {after[:64]!r}")
-    rest = found[0 if after is None else ids.index(after) + 1 :]
+    rest = entries[0 if after is None else ids.index(after) + 1 :]
     shown = rest[: int(limit)]
     ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
     return {"object": "list", "data": shown, **ends, "has_more": len(rest) > len(shown)}
 
 
 def _shown_file(file: StoredFile) -> dict[str, Any]:
-    made = {"id": file.id, "object": "file", "bytes": file.bytes, "created_at": file.created_at}
-    return {**made, "filename": file.filename, "purpose": file.purpose, "status": "processed"}
+    shown = {"id": file.id, "object": "file", "bytes": file.bytes, "created_at": file.created_at}
+    return {**shown, "filename": file.filename, "purpose": file.purpose, "status": "processed"}
 
 
 def _shown_batch(batch: Batch) -> dict[str, Any]:

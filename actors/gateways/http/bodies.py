@@ -67,10 +67,10 @@ def decode_json(body: bytes) -> dict[str, Any]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
+    members = dict(pairs)
+    if len(members) != len(pairs):
         raise ValueError("an object has the same key twice")
-    return made
+    return members
 
 
 def _refuse(constant: str) -> None:
@@ -161,13 +161,13 @@ class Refusal(GenbatchError):
 def describe(error: GenbatchError, path: str = "") -> dict[str, object]:
     """The body: {"error": {message, type, param, code}}; with Anthropic's types where `path` is of its API."""
     code = CODES.get(error.code, error.code)
-    told = {"message": _valid(str(error)), "param": _valid(error.field), "code": code}
+    detail = {"message": _valid(str(error)), "param": _valid(error.field), "code": code}
     if path.startswith(OLLAMA_PATH):
-        return {"error": told["message"]}
+        return {"error": detail["message"]}
     if path.startswith(MESSAGES_PATH):
-        return {"type": "error", "error": {"type": ANTHROPIC_TYPES.get(_status(error), "api_error"), **told}}
+        return {"type": "error", "error": {"type": ANTHROPIC_TYPES.get(_status(error), "api_error"), **detail}}
     kind = INVALID if isinstance(error, Refusal) else STATUSES.get(error.code, FAILED)[1]
-    return {"error": {"type": kind, **told}}
+    return {"error": {"type": kind, **detail}}
 
 
 def _status(error: GenbatchError) -> int:
@@ -202,8 +202,8 @@ def renamed(error: GenbatchError, names: dict[str, str]) -> GenbatchError:
     field = error.field or ""
     for ours, theirs in names.items():
         if field == ours or field.startswith((f"{ours}[", f"{ours}.")):
-            told = msgspec.structs.replace(error.to_wire(), field=theirs + field.removeprefix(ours))
-            return from_wire(told)
+            wire = msgspec.structs.replace(error.to_wire(), field=theirs + field.removeprefix(ours))
+            return from_wire(wire)
     return error
 
 
@@ -452,8 +452,8 @@ class Fields:
         Raises:
             InvalidRequest: with the path of the first fault.
         """
-        made: Body = check_type(self._known(body, kind, ""), kind)
-        return made
+        typed: Body = check_type(self._known(body, kind, ""), kind)
+        return typed
 
     def take(self, body: dict[str, Any], names: Container[str], path: str) -> dict[str, Any]:
         """The fields of `body` that have these names and a value; raises as `read`.
@@ -461,15 +461,15 @@ class Fields:
         Args:
             path: of `body` itself, "" for the whole one.
         """
-        found = {}
+        taken = {}
         for name, value in body.items():
             if value is None:
                 continue
             if name in names:
-                found[name] = value
+                taken[name] = value
             else:
                 self._leave(f"{path}.{name}" if path else name, value)
-        return found
+        return taken
 
     def ignore(self, path: str) -> None:
         """Names a part of the body that has no effect."""
@@ -478,13 +478,13 @@ class Fields:
 
     def _known(self, body: dict[str, Any], kind: type[msgspec.Struct], path: str) -> dict[str, Any]:
         """The fields of `kind` in `body`, and of Structs within it."""
-        found = self.take(body, kind.__struct_fields__, path)
+        known = self.take(body, kind.__struct_fields__, path)
         for info in msgspec.structs.fields(kind):
             inner = next((each for each in get_args(info.type) if _is_struct(each)), None)
-            if inner is not None and isinstance(found.get(info.name), dict):
+            if inner is not None and isinstance(known.get(info.name), dict):
                 place = f"{path}.{info.name}" if path else info.name
-                found[info.name] = self._known(found[info.name], inner, place)
-        return found
+                known[info.name] = self._known(known[info.name], inner, place)
+        return known
 
     def _leave(self, path: str, value: object) -> None:
         """Judges a field that the endpoint does not use."""

@@ -223,8 +223,8 @@ class Generating:
         return self._read(body, fields)
 
     async def _count_tokens(self, model: str, text: str) -> int:
-        wanted = {"prompt": text, "add_special_tokens": False, "model": model}
-        return len(await self._calls.token_ids(wanted, OURSELVES))
+        params = {"prompt": text, "add_special_tokens": False, "model": model}
+        return len(await self._calls.token_ids(params, OURSELVES))
 
     def _answer(self, request: HTTPRequest, model: str, caller: HTTPCaller) -> HTTPAnswer:
         return OpenAIAnswer(request, model, TokenNames() if request.ids_for_text else self._calls.texts(model))

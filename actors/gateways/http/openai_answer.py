@@ -157,17 +157,17 @@ class OpenAIAnswer:
 
     async def _about_prompt(self, result: Result) -> dict[str, Any]:
         """The token ids of a prompt and their log-probs, under vLLM's names, where they are asked for."""
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if self._request.shows_ids:
-            found["prompt_token_ids"] = result.prompt_token_ids
+            fields["prompt_token_ids"] = result.prompt_token_ids
         if self._request.scores_prompt:
             rows: list[dict[str, Any] | None] = []
             for entry in result.prompt_logprobs or ():
                 if entry is not None:
                     await self._learn([entry])
                 rows.append(None if entry is None else self._ranked(entry))
-            found["prompt_logprobs"] = rows
-        return found
+            fields["prompt_logprobs"] = rows
+        return fields
 
     def _ranked(self, entry: TokenLogprob) -> dict[str, Any]:
         """The log-probs of a place in the prompt by token id; the prompt's own token has no rank behind the top."""
@@ -199,22 +199,22 @@ class OpenAIAnswer:
 
     async def events(self, index: int, tokens: Sequence[Token]) -> bytes:
         """An event with these tokens of the choice, if they have anything to show; a first one with its role."""
-        apart = b""
+        parts = b""
         if any(token.reasoning or token.tool_calls for token in tokens):
-            apart = self._apart(index, tokens)
+            parts = self._reasoning_and_calls(index, tokens)
         text = tokens[0].text if len(tokens) == 1 else "".join(token.text for token in tokens)
         logprobs = b"null" if self._request.num_top is None else await self._encode_logprobs(index, tokens)
         opening = self.opening(index)
         shows_ids = self._request.shows_ids
         if not text and logprobs == b"null" and not shows_ids:
-            return opening + apart
+            return opening + parts
         body = b'"delta":{"content":%b}' if self._is_chat else b'"text":%b'
         body %= to_json(text)
         if shows_ids:
             body += b',"token_ids":' + to_json([token.token_id for token in tokens])
-        return opening + apart + self._event(index, body, logprobs, b"null")
+        return opening + parts + self._event(index, body, logprobs, b"null")
 
-    def _apart(self, index: int, tokens: Sequence[Token]) -> bytes:
+    def _reasoning_and_calls(self, index: int, tokens: Sequence[Token]) -> bytes:
         """Events with thinking and pieces of calls, in the order they were written."""
         events = []
         for token in tokens:

@@ -115,11 +115,11 @@ class Conversations:
             Refusal: it is not remembered here, or somebody else's.
         """
         # guard: owner of a remembered conversation
-        found = self._known.get((owner, response_id))
-        if found is None:
+        known = self._known.get((owner, response_id))
+        if known is None:
             reason = f"the response {response_id[:64]!r} is not remembered: send the conversation as input instead"
             raise Refusal(404, "previous_response_not_found", reason)
-        return found[0]
+        return known[0]
 
 
 def read_response(
@@ -230,35 +230,35 @@ def _read_tools(
     A function keeps its name. Where several have the same one, the namespace's name is put in front of it.
     `names` gets the caller's names of the functions, by ours.
     """
-    found: list[tuple[str, dict[str, Any], str]] = []  # namespace, function, path
+    functions: list[tuple[str, dict[str, Any], str]] = []  # namespace, function, path
     for index, tool in enumerate(tools):
         path = f"tools[{index}]"
         if tool.get("type") != "namespace":
-            found.append(("", tool, path))
+            functions.append(("", tool, path))
             continue
         space = reader.take(tool, ("type", "name", "description", "tools"), path)
         inner = space.get("tools", [])
         if not isinstance(inner, list) or not all(isinstance(function, dict) for function in inner):
             raise InvalidRequest(f"{path}.tools", "must be a list of functions")
         name = _string(space, "name", path)
-        found += [(name, function, f"{path}.tools[{number}]") for number, function in enumerate(inner)]
+        functions += [(name, function, f"{path}.tools[{number}]") for number, function in enumerate(inner)]
     offered: list[dict[str, Any]] = []
     namespaces: Namespaces = {}
     custom: set[str] = set()
-    same = Counter(str(function.get("name")) for _, function, _ in found)
-    for namespace, function, path in found:
+    same = Counter(str(function.get("name")) for _, function, _ in functions)
+    for namespace, function, path in functions:
         is_allowed = allowed is None or function.get("name") in allowed.names
         if not is_run_by_client(function, path, reader) or not is_allowed:
             continue
-        made = _read_tool(function, path, reader)
+        template_tool = _read_tool(function, path, reader)
         if namespace:
-            name = _string(made, "name", path)
-            made["name"] = name if same[name] == 1 else f"{namespace}.{name}"[-MAX_TOOL_NAME:]
-            namespaces[made["name"]] = (namespace, name)
+            name = _string(template_tool, "name", path)
+            template_tool["name"] = name if same[name] == 1 else f"{namespace}.{name}"[-MAX_TOOL_NAME:]
+            namespaces[template_tool["name"]] = (namespace, name)
         if function["type"] == "custom":
-            custom.add(str(made.get("name")))
+            custom.add(str(template_tool.get("name")))
         names[f"tools[{len(offered)}]"] = path
-        offered.append(made)
+        offered.append(template_tool)
     return offered, namespaces, frozenset(custom)
 
 
@@ -555,9 +555,9 @@ class ResponseAnswer:
 
     def failure(self, error: GenbatchError) -> bytes:
         """The last event of a stream that failed."""
-        told = describe(error)["error"]
-        assert isinstance(told, dict)
-        return self._event("error", code=told["code"], message=told["message"], param=told["param"])
+        details = describe(error)["error"]
+        assert isinstance(details, dict)
+        return self._event("error", code=details["code"], message=details["message"], param=details["param"])
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         data = to_json({"type": kind, "sequence_number": self._number, **fields})

@@ -89,11 +89,11 @@ async def embed(calls: HTTPCalls, fields: EmbeddingFields, card: ModelCard, call
     if card.embedding_size is None:
         raise Refusal(404, "no_embeddings", NO_EMBEDDINGS.format(card.id))
     params = _given(fields, "input", "encoding_format", "dimensions", "priority", "deadline_s")
-    found = await calls.embed({**params, "model": card.id}, caller)
+    embedded = await calls.embed({**params, "model": card.id}, caller)
     data = [
-        {"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(found.embeddings)
+        {"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(embedded.embeddings)
     ]
-    return {"object": "list", "data": data, "model": card.id, "usage": _usage(found.usage)}
+    return {"object": "list", "data": data, "model": card.id, "usage": _usage(embedded.usage)}
 
 
 class RerankFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -138,10 +138,12 @@ async def rerank(calls: HTTPCalls, fields: RerankFields, card: ModelCard, caller
     if fields.texts is not None:
         shown = fields.texts if fields.return_text else None
         return [
-            {"index": one.index, "score": one.score} | ({} if shown is None else {"text": shown[one.index]})
-            for one in ranking.results
+            {"index": ranked.index, "score": ranked.score} | ({} if shown is None else {"text": shown[ranked.index]})
+            for ranked in ranking.results
         ]
-    results: list[dict[str, Any]] = [{"index": one.index, "relevance_score": one.score} for one in ranking.results]
+    results: list[dict[str, Any]] = [
+        {"index": ranked.index, "relevance_score": ranked.score} for ranked in ranking.results
+    ]
     if fields.return_documents is not False:
         for result in results:
             document = documents[result["index"]]
@@ -193,10 +195,10 @@ async def score(calls: HTTPCalls, fields: ScoreFields, card: ModelCard, caller: 
         raise InvalidRequest(names[0], f"has {len(query)} entries, and {names[1]} has {len(documents)}")
     params = _given(fields, "truncate", "instruction", "priority", "deadline_s")
     params["raw_scores"] = fields.use_activation is False
-    found = await calls.score({**params, "query": query, "documents": documents, "model": card.id}, caller)
-    ranking_of(found)  # each has one score
-    data = [{"index": index, "object": "score", "score": row[0]} for index, row in enumerate(found.scores)]
-    return _listed("score", card, data, found)
+    scores = await calls.score({**params, "query": query, "documents": documents, "model": card.id}, caller)
+    ranking_of(scores)  # each has one score
+    data = [{"index": index, "object": "score", "score": row[0]} for index, row in enumerate(scores.scores)]
+    return _listed("score", card, data, scores)
 
 
 class ClassifyFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -217,12 +219,12 @@ async def classify(calls: HTTPCalls, fields: ClassifyFields, card: ModelCard, ca
     params = _given(fields, "truncate", "priority", "deadline_s")
     params["raw_scores"] = fields.use_activation is False
     texts = [fields.input] if isinstance(fields.input, str) else fields.input
-    found = await calls.score({**params, "documents": texts, "model": card.id}, caller)
+    scores = await calls.score({**params, "documents": texts, "model": card.id}, caller)
     data = [
         {"index": index, "label": card.labels[row.index(max(row))], "probs": row, "num_classes": len(row)}
-        for index, row in enumerate(found.scores)
+        for index, row in enumerate(scores.scores)
     ]
-    return _listed("classify", card, data, found)
+    return _listed("classify", card, data, scores)
 
 
 def _check_scores(card: ModelCard) -> None:
@@ -249,12 +251,12 @@ def _usage(usage: Usage) -> dict[str, int]:
     return {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens}
 
 
-def _listed(kind: str, card: ModelCard, data: list[dict[str, Any]], found: Scores) -> dict[str, Any]:
+def _listed(kind: str, card: ModelCard, data: list[dict[str, Any]], scores: Scores) -> dict[str, Any]:
     return {
         "id": f"{kind}-{uuid4().hex}",
         "object": "list",
         "created": int(time.time()),
         "model": card.id,
         "data": data,
-        "usage": _usage(found.usage),
+        "usage": _usage(scores.usage),
     }

@@ -16,15 +16,15 @@ def load(**changes: Any) -> Load:
     return Load(**{"free_slots": 0, "waiting": 0, "waiting_of": {}, "open_of": {}, "service_s": None, **changes})
 
 
-def check(wanted: int = 1, client: str = "a", patience_s: float | None = None, **changes: Any) -> None:
-    ADMISSION.check(wanted=wanted, client=client, patience_s=patience_s, load=load(**changes))
+def check(num_sequences: int = 1, client: str = "a", patience_s: float | None = None, **changes: Any) -> None:
+    ADMISSION.check(num_sequences=num_sequences, client=client, patience_s=patience_s, load=load(**changes))
 
 
 def test_the_queue_holds_max_queue_and_what_free_slots_take_at_once() -> None:
-    check(wanted=16)
-    check(wanted=20, free_slots=4)
+    check(num_sequences=16)
+    check(num_sequences=20, free_slots=4)
     with pytest.raises(QueueFull):
-        check(wanted=17)
+        check(num_sequences=17)
     with pytest.raises(QueueFull):
         check(waiting=16)
 
@@ -33,7 +33,7 @@ def test_the_queue_holds_max_queue_and_what_free_slots_take_at_once() -> None:
     ("in_turn", "there", "slots"),
     [
         pytest.param(True, {"waiting": 16}, 1, id="full"),
-        pytest.param(True, {"waiting": 16, "wanted": 3}, 3, id="full, several answers"),
+        pytest.param(True, {"waiting": 16, "num_sequences": 3}, 3, id="full, several answers"),
         pytest.param(True, {"waiting": 8, "waiting_of": {"a": 8}, "open_of": {"a": 12}}, 1, id="its share alone"),
         pytest.param(True, {"waiting": 11, "waiting_of": {"a": 5, "b": 6}, "open_of": {"a": 7, "b": 8}}, 2, id="turns"),
         pytest.param(
@@ -46,22 +46,25 @@ def test_a_refused_client_comes_again_when_a_place_for_it_is_likely_free(
     in_turn: bool, there: dict[str, Any], slots: float
 ) -> None:
     changes = dict(there)
-    wanted = changes.pop("wanted", 1)
+    num_sequences = changes.pop("num_sequences", 1)
     for service_s, pace_ms in ((2.0, 500), (None, 50)):
         with pytest.raises(QueueFull) as refused:
             replace(ADMISSION, in_turn=in_turn).check(
-                wanted=wanted, client="a", patience_s=None, load=load(service_s=service_s, **changes)
+                num_sequences=num_sequences, client="a", patience_s=None, load=load(service_s=service_s, **changes)
             )
         assert refused.value.retry_after_ms == round(pace_ms * slots)
 
 
 def test_a_place_that_is_there_is_for_a_client_with_none_waiting() -> None:
     small = replace(ADMISSION, max_queue=1)
-    small.check(wanted=1, client="a", patience_s=None, load=load(open_of={"a": 4}))
+    small.check(num_sequences=1, client="a", patience_s=None, load=load(open_of={"a": 4}))
     for waiting_of in ({"a": 1}, {"b": 1}):
         with pytest.raises(QueueFull):
             small.check(
-                wanted=1, client="a", patience_s=None, load=load(waiting=1, waiting_of=waiting_of, open_of={"a": 4})
+                num_sequences=1,
+                client="a",
+                patience_s=None,
+                load=load(waiting=1, waiting_of=waiting_of, open_of={"a": 4}),
             )
 
 
@@ -75,7 +78,7 @@ def test_what_free_slots_take_at_once_is_no_share_of_the_queue() -> None:
     alone: dict[str, Any] = {"free_slots": 4, "waiting": 11, "waiting_of": {"a": 11}, "open_of": {"a": 11}}
     check(**alone)
     with pytest.raises(QueueFull, match="this client"):
-        check(wanted=2, **alone)
+        check(num_sequences=2, **alone)
 
 
 def test_a_client_may_fill_a_share_of_the_places_that_others_leave() -> None:
@@ -94,10 +97,10 @@ def test_whatever_greedy_clients_ask_there_is_room_for_a_newcomer(num_greedy: in
         for name in waiting:
             with suppress(QueueFull):
                 there = load(waiting=sum(waiting.values()), waiting_of=waiting, open_of=waiting)
-                admission.check(wanted=1, client=name, patience_s=None, load=there)
+                admission.check(num_sequences=1, client=name, patience_s=None, load=there)
                 waiting[name] += 1
     there = load(waiting=sum(waiting.values()), waiting_of=waiting, open_of=waiting)
-    admission.check(wanted=1, client="newcomer", patience_s=None, load=there)
+    admission.check(num_sequences=1, client="newcomer", patience_s=None, load=there)
     most, fewest = max(waiting.values()), min(waiting.values())
     assert most <= max(1, share * 32) and most - fewest <= 1
 
@@ -105,15 +108,15 @@ def test_whatever_greedy_clients_ask_there_is_room_for_a_newcomer(num_greedy: in
 def test_a_client_with_nothing_open_needs_a_place_and_no_share() -> None:
     full: dict[str, Any] = {"waiting": 15, "waiting_of": {"b": 15}, "open_of": {"b": 19}}
     check(**full)
-    check(wanted=8, waiting=8, waiting_of={"b": 8}, open_of={"b": 12})
+    check(num_sequences=8, waiting=8, waiting_of={"b": 8}, open_of={"b": 12})
     with pytest.raises(QueueFull):
-        check(wanted=2, **full)
+        check(num_sequences=2, **full)
 
 
 def test_more_answers_than_ever_fit_are_refused_for_good() -> None:
-    check(wanted=20, free_slots=4)
+    check(num_sequences=20, free_slots=4)
     with pytest.raises(InvalidRequest, match="21 answers never fit") as refused:
-        check(wanted=21, free_slots=4)
+        check(num_sequences=21, free_slots=4)
     assert refused.value.field == "n"
 
 
@@ -140,12 +143,12 @@ def test_a_deadline_before_its_turn_is_refused_at_once(client: str) -> None:
 
 def test_a_deadline_is_measured_by_this_clients_turn_and_not_by_all_that_wait() -> None:
     there = load(waiting=12, waiting_of={"b": 10, "c": 2}, service_s=1.0)
-    for wanted in (1, 2):  # as many of each of the two others go before it
-        ADMISSION.check(wanted=wanted, client="a", patience_s=1.5, load=there)
+    for num_sequences in (1, 2):  # as many of each of the two others go before it
+        ADMISSION.check(num_sequences=num_sequences, client="a", patience_s=1.5, load=there)
     with pytest.raises(DeadlineExceeded, match=r"about 2\.0 s"):
-        ADMISSION.check(wanted=3, client="a", patience_s=1.5, load=there)
+        ADMISSION.check(num_sequences=3, client="a", patience_s=1.5, load=there)
     with pytest.raises(DeadlineExceeded, match=r"about 3\.2 s"):
-        replace(ADMISSION, in_turn=False).check(wanted=1, client="a", patience_s=1.5, load=there)
+        replace(ADMISSION, in_turn=False).check(num_sequences=1, client="a", patience_s=1.5, load=there)
 
 
 def test_with_a_free_slot_or_no_measure_no_deadline_is_hopeless() -> None:
