@@ -366,20 +366,20 @@ class SyncRPCTransport:
     def _connect(self, timeout: float) -> socket.socket:
         where = self._where
         if where.path is not None:
-            made = socket.socket(socket.AF_UNIX)
-            made.settimeout(timeout)
+            connection = socket.socket(socket.AF_UNIX)
+            connection.settimeout(timeout)
             try:
-                made.connect(where.path)
+                connection.connect(where.path)
             except OSError:
-                made.close()
+                connection.close()
                 raise
         else:
-            made = socket.create_connection((where.host, where.port), timeout)
-            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection = socket.create_connection((where.host, where.port), timeout)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._tls is not None:
-                made = self._tls.wrap_socket(made, server_hostname=where.host)
-        made.setblocking(False)
-        return made
+                connection = self._tls.wrap_socket(connection, server_hostname=where.host)
+        connection.setblocking(False)
+        return connection
 
     def _exchange(self, timeout: float) -> None:
         """Send and receive as much as possible; waits up to `timeout` seconds until something is possible."""

@@ -141,7 +141,7 @@ def read_rpc_address(address: str) -> RPCAddress:
     raise no_address(address, "unix://PATH or rpc://HOST:PORT")
 
 
-def no_address(address: str, wanted: str) -> Unavailable:
+def no_address(address: str, expected: str) -> Unavailable:
     """Return the error for a malformed address, with a hint at the right form.
 
     Args:
@@ -155,13 +155,13 @@ def no_address(address: str, wanted: str) -> Unavailable:
             "(ipc://PATH or tcp://HOST:PORT) or its --rpc-bind (unix://PATH or rpc://HOST:PORT)"
         )
     elif separator:
-        reason = f"it must be {wanted}"
+        reason = f"it must be {expected}"
     elif address.startswith(("/", ".", "~")):
         reason = f"it begins with no scheme; ipc://{address} is a service's --bind, unix://{address} its --rpc-bind"
     elif address.rpartition(":")[2].isdecimal():
         reason = f"it begins with no scheme; tcp://{address} is a service's --bind, rpc://{address} its --rpc-bind"
     else:
-        reason = f"it must be {wanted}"
+        reason = f"it must be {expected}"
     return Unavailable(f"{address} is no address to connect to: {reason}")
 
 

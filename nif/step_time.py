@@ -34,18 +34,18 @@ def fit(measured: Sequence[tuple[StepWork, float]]) -> StepTime:
     return StepTime(**dict(zip(COSTS, costs, strict=True)))
 
 
-def least_squares(columns: Vector, wanted: Vector) -> list[float]:
+def least_squares(columns: Vector, targets: Vector) -> list[float]:
     """Least squares with no factor below 0: a column with a negative factor is taken out, and the rest fitted anew."""
     kept = [place for place in range(columns.shape[1]) if columns[:, place].any()]
     sizes = np.abs(columns).max(axis=0)
     factors = [0.0] * columns.shape[1]
     while kept:
-        found, *_ = np.linalg.lstsq(columns[:, kept] / sizes[kept], wanted, rcond=None)
-        if (found >= 0).all() or len(kept) == 1:
-            for place, factor in zip(kept, found, strict=True):
+        solution, *_ = np.linalg.lstsq(columns[:, kept] / sizes[kept], targets, rcond=None)
+        if (solution >= 0).all() or len(kept) == 1:
+            for place, factor in zip(kept, solution, strict=True):
                 factors[place] = max(0.0, float(factor / sizes[place]))
             break
-        del kept[int(found.argmin())]
+        del kept[int(solution.argmin())]
     return factors
 
 

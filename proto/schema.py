@@ -35,8 +35,8 @@ MESSAGES: dict[str, Any] = {
 def wire_schema() -> dict[str, Any]:
     """The schema of every message, method and type."""
     rows = list(METHODS.values())
-    wanted = [*MESSAGES.values(), StreamOptions, *(row.request for row in rows), *(row.answer for row in rows)]
-    schemas, definitions = msgspec.json.schema_components(wanted, ref_template="#/$defs/{name}")
+    types = [*MESSAGES.values(), StreamOptions, *(row.request for row in rows), *(row.answer for row in rows)]
+    schemas, definitions = msgspec.json.schema_components(types, ref_template="#/$defs/{name}")
     messages, rest = schemas[: len(MESSAGES)], schemas[len(MESSAGES) :]
     options, requests, answers = rest[0], rest[1 : 1 + len(rows)], rest[1 + len(rows) :]
     return {

@@ -203,7 +203,9 @@ class SessionCalls:
     def save(self, message: SaveSession, from_: "From[Any]") -> None:
         """Take a call to save a session; the reply follows after its conversation was tokenized and `next` ran it."""
         try:
-            self._tokenize(message, from_, lambda saved: _reply(from_, saved, SESSION_FAULT, lambda one: one.state))
+            self._tokenize(
+                message, from_, lambda saved: _reply(from_, saved, SESSION_FAULT, lambda saving: saving.state)
+            )
         except GenbatchError as error:
             reply_error(from_, error)
 
@@ -235,7 +237,7 @@ class SessionCalls:
 
         def written(size: "outcome.Outcome[int]", positions: int) -> None:
             self._num_files -= 1
-            _reply(from_, size, FILE_FAULT, lambda one: SessionState(positions=positions, num_bytes=one))
+            _reply(from_, size, FILE_FAULT, lambda num_bytes: SessionState(positions=positions, num_bytes=num_bytes))
 
         def saved(result: "outcome.Outcome[SavedState]") -> None:
             if isinstance(result, outcome.Error):
@@ -265,13 +267,18 @@ class SessionCalls:
             self._num_files -= 1
             if isinstance(length, outcome.Error) and isinstance(length.error, InvalidRequest):
                 length = outcome.Error(InvalidRequest("name", length.error.message))
-            _reply(message.from_, length, SESSION_FAULT, lambda one: SessionState(positions=one, num_bytes=size))
+            _reply(
+                message.from_,
+                length,
+                SESSION_FAULT,
+                lambda positions: SessionState(positions=positions, num_bytes=size),
+            )
 
         if isinstance(message.state, outcome.Error):
             loaded(message.state, 0)
             return
-        state, wanted = message.state.unwrap(), message.request
-        load = LoadSession(state, wanted.tenant, wanted.model)
+        state, request = message.state.unwrap(), message.request
+        load = LoadSession(state, request.tenant, request.model)
         self.load(load, message.from_, lambda length: loaded(length, len(state)))
 
     def _begin_file(self, from_: "From[Any]") -> tuple[SessionFiles, Worker]:
@@ -322,9 +329,9 @@ class SessionCalls:
         self._reading.clear()
         self._calls.clear()
 
-    def _saving(self, message: SaveSession, found: "outcome.Outcome[list[int]]") -> tuple[Work, End]:
+    def _saving(self, message: SaveSession, prompt: "outcome.Outcome[list[int]]") -> tuple[Work, End]:
         adapter, key = self._owner(message)
-        tokens = found.unwrap()[: self._ctx.max_positions]
+        tokens = prompt.unwrap()[: self._ctx.max_positions]
         donor = self._held.find(tokens, key, adapter)
         slot = self._slot(donor)
         ctx = self._ctx

@@ -115,7 +115,7 @@ class RunDrafts:
         looked_up = [lookup.chance for lookup in self._lookups] or [0.0] * len(self._sequences)
         modelled = [0.0] * len(self._sequences)
         if self._drafter is not None:
-            modelled = [self._drafter.chance(one.key) for one in self._drafted]
+            modelled = [self._drafter.chance(drafted.key) for drafted in self._drafted]
         lengths = self._choose_lengths([max(pair) for pair in zip(looked_up, modelled, strict=True)])
         drafts: list[list[int]] = [[] for _ in self._sequences]
         for index, lookup in enumerate(self._lookups):
@@ -140,9 +140,9 @@ class RunDrafts:
                 for token_id in tokens:
                     self._lookups[index].push(token_id)
             if self._drafter is not None:
-                one = self._drafted[index]
-                self._drafter.verified(one.key, self._lengths[index] if num_drafted else 0, len(drawn) - 1)
-                one.tokens.extend(tokens)
+                drafted = self._drafted[index]
+                self._drafter.verified(drafted.key, self._lengths[index] if num_drafted else 0, len(drawn) - 1)
+                drafted.tokens.extend(tokens)
         return all(left > 0 for left in self._left)
 
     def _choose_lengths(self, chances: list[float]) -> list[int]:

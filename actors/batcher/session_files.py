@@ -67,8 +67,8 @@ class SessionFiles:
                 self._write(path, state)
         except (NotOurs, OSError) as fault:
             reason = (fault.strerror or str(fault)) if isinstance(fault, OSError) else "others may write to its folder"
-            told = f"the session cannot be kept: {reason}"
-            raise Unavailable(told, retry_after_ms=_RETRY_AFTER_DISK_MS) from fault
+            message = f"the session cannot be kept: {reason}"
+            raise Unavailable(message, retry_after_ms=_RETRY_AFTER_DISK_MS) from fault
         return size
 
     def _write(self, path: Path, state: bytes) -> None:
@@ -131,11 +131,11 @@ class SessionFiles:
                 path.unlink(missing_ok=True)
             elif path.suffix == _ENDING and path != replaced:
                 files[path] = path.lstat()
-        held = Counter[Path]()
+        sizes = Counter[Path]()
         for path, status in files.items():
-            held[path.parent] += status.st_size
-        while held.total() + size > self._max_bytes:
-            [(tenant, _)] = held.most_common(1)
+            sizes[path.parent] += status.st_size
+        while sizes.total() + size > self._max_bytes:
+            [(tenant, _)] = sizes.most_common(1)
             oldest = min((path for path in files if path.parent == tenant), key=lambda path: files[path].st_mtime_ns)
-            held[tenant] -= files.pop(oldest).st_size
+            sizes[tenant] -= files.pop(oldest).st_size
             oldest.unlink(missing_ok=True)

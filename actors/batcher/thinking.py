@@ -65,14 +65,14 @@ class Thinking:
         if not isinstance(request, GenerateRequest):
             return request.chat_template_kwargs
         reads, effort = self._tokenizer.template_reads, request.reasoning_effort
-        found: dict[str, Any] = {}
+        variables: dict[str, Any] = {}
         if effort is not None:
-            found = {name: effort != "none" for name in SWITCHES if reads(name)}
+            variables = {name: effort != "none" for name in SWITCHES if reads(name)}
             if (written := self._written(effort)) is not None:
-                found[EFFORT] = written
+                variables[EFFORT] = written
         if request.max_thinking_tokens is not None and reads(BUDGET):
-            found[BUDGET] = request.max_thinking_tokens
-        return found | (request.chat_template_kwargs or {}) or None
+            variables[BUDGET] = request.max_thinking_tokens
+        return variables | (request.chat_template_kwargs or {}) or None
 
     def opens(self, prompt_tokens: Sequence[int]) -> bool:
         """Return whether the prompt has opened a thinking part that the answer continues."""
@@ -102,9 +102,9 @@ class Thinking:
         """Return the most tokens of thinking; None is no limit."""
         if request.max_thinking_tokens is not None:
             return request.max_thinking_tokens
-        given = (request.chat_template_kwargs or {}).get(BUDGET)
-        if type(given) is int and given >= 0:
-            return given
+        budget = (request.chat_template_kwargs or {}).get(BUDGET)
+        if type(budget) is int and budget >= 0:
+            return budget
         name = request.reasoning_effort
         # A template that was told the effort itself limits the thinking. One that was told another one does not.
         if name not in EFFORTS or (name != "none" and self._written(name) in (name, _NEAREST.get(name, name))):

@@ -114,16 +114,16 @@ class EngineProcess:
         The parent needs the adapters for the next engine. In the other order, a crash in between would undo a change
         that the client already knows of.
         """
-        told = trio.Event()
-        self._changes.append((ServingChanged(models, adapters), told))
+        sent = trio.Event()
+        self._changes.append((ServingChanged(models, adapters), sent))
         self._nursery.start_soon(self._tell_change)
         if self._served is not None:
-            self._served.tell_models(models, told)
+            self._served.tell_models(models, sent)
 
     async def _tell_change(self) -> None:
-        change, told = self._changes.popleft()  # the oldest: tasks start in any order
+        change, sent = self._changes.popleft()  # the oldest: tasks start in any order
         await self._tell(change)
-        told.set()
+        sent.set()
 
     def _tell_progress(self, stage: str, done: int, total: int) -> None:
         """Report progress; runs on the event loop's thread."""

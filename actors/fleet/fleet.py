@@ -414,10 +414,10 @@ class Fleet:
             DeadlineExceeded: no replica came in time.
         """
         self._number += 1
-        one: Waiter | None = None
-        while not len(self._roster) or (one is None and len(self._line)):
-            one = one or Waiter(account, seen.prompt_tokens, (priority, self._number))
-            if not await self._line.wait(one, give_up_at):
+        waiter: Waiter | None = None
+        while not len(self._roster) or (waiter is None and len(self._line)):
+            waiter = waiter or Waiter(account, seen.prompt_tokens, (priority, self._number))
+            if not await self._line.wait(waiter, give_up_at):
                 raise DeadlineExceeded("no replica was there in time")
         numbered = RouteRequest(self._number, seen.blocks, seen.prompt_tokens, seen.block_tokens)
         view = self.router.route(numbered, self._roster)
@@ -463,19 +463,19 @@ class Fleet:
 
     async def _stats(self) -> dict[str, Any]:
         """Return the counters of all replicas, added up, and this gateway's counters."""
-        found: dict[str, dict[str, Any]] = {}
+        reports: dict[str, dict[str, Any]] = {}
 
         async def ask(replica: Replica) -> None:
             try:
-                found[replica.name] = await replica.connection.ask(StatsRequest())
+                reports[replica.name] = await replica.connection.ask(StatsRequest())
             except Unavailable:
-                found[replica.name] = {"engine": "down"}
+                reports[replica.name] = {"engine": "down"}
 
         async with trio.open_nursery() as nursery:
             for replica in self._replicas.values():
                 nursery.start_soon(ask, replica)
         total: dict[str, Any] = {}
-        for stats in found.values():
+        for stats in reports.values():
             for name, value in stats.items():
                 if isinstance(value, int | float) and not isinstance(value, bool) and name != "kv_block_size":
                     total[name] = total.get(name, 0) + value

@@ -240,14 +240,14 @@ class PrefixMap:
 
     def depths(self, blocks: Sequence[int]) -> dict[str, int]:
         """Return for each replica the number of leading blocks that it holds."""
-        found: dict[str, int] = {}
+        depths: dict[str, int] = {}
         for place, block in enumerate(blocks, start=1):
             holders = self._holders.get(block)
             if holders is None:
                 break
             for name in holders:
-                found[name] = place
-        return found
+                depths[name] = place
+        return depths
 
 
 ROUTERS: dict[str, type[Router]] = {"round_robin": RoundRobin, "least_tokens": LeastTokens, "prefix": PrefixAffinity}
@@ -392,5 +392,5 @@ def wanted_replicas(rule: ScaleRule, load: FleetLoad) -> int:
     """
     by_slots = -(-4 * load.open // (3 * load.slots))
     by_tokens = -(-load.tokens_waiting // rule.tokens_per_replica)
-    wanted = max(by_slots, by_tokens, 1 if load.without_replica else 0)
-    return min(rule.max_replicas, max(rule.min_replicas, wanted))
+    count = max(by_slots, by_tokens, 1 if load.without_replica else 0)
+    return min(rule.max_replicas, max(rule.min_replicas, count))

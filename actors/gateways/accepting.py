@@ -192,12 +192,12 @@ SHARE = 4
 LEAST_FILES, AMPLE_FILES = 256, 2**16
 
 
-def allow_files(wanted: int) -> int:
+def allow_files(count: int) -> int:
     """Raise the process's own limit of open files to `wanted`, as far as the system allows; return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return wanted
-    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft == resource.RLIM_INFINITY or soft >= count:
+        return count
+    most = count if hard == resource.RLIM_INFINITY else min(count, hard)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     except (OSError, ValueError):  # the system has a further limit

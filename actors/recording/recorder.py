@@ -44,8 +44,10 @@ def tick_of(
     return TickRecord(
         groups=[
             [
-                RecordedEntry(*_name(one.owner), one.entry.seq_id, one.entry.n_past, len(one.entry.tokens))
-                for one in group
+                RecordedEntry(
+                    *_name(planned.owner), planned.entry.seq_id, planned.entry.n_past, len(planned.entry.tokens)
+                )
+                for planned in group
             ]
             for group in groups
         ],
@@ -152,7 +154,7 @@ class FlightRecorder(Flight):
         elif isinstance(message.result, outcome.Value):
             pairs = zip(message.batch, message.result.value, strict=True)
             self._write(
-                records.SteppedRecord(time=self._now, draws=[_draw(planned, given) for planned, given in pairs])
+                records.SteppedRecord(time=self._now, draws=[_draw(planned, draws) for planned, draws in pairs])
             )
 
     def draining(self, timeout_s: float) -> None:

@@ -159,18 +159,18 @@ class WatchedFile(Generic[T]):
         Raises:
             KeyFileError: it cannot be read, it is faulty, or others than its owner may write it.
         """
-        said, fault = self._look()
+        content, fault = self._look()
         if fault is not None:
             raise fault
-        return said
+        return content
 
     def watch(self) -> T:
         """Return the current content without its faulty entries, which are logged once and lock out no one else."""
         before = str(self._parsed[1])
-        said, fault = self._look()
+        content, fault = self._look()
         if fault is not None and str(fault) != before:
             logger.error("left out: %s", fault)
-        return said
+        return content
 
     def _look(self) -> Parsed[T]:
         try:
@@ -228,13 +228,13 @@ class TokenFile:
         """
         if len(token) > MAX_TOKEN_LENGTH:
             return None
-        given = hash_token(token)
-        found = None
+        digest = hash_token(token)
+        tenant = None
         for name, known in self._file.watch().items():
             # guard: tokens are compared in constant time
-            if hmac.compare_digest(given, known):
-                found = name
-        return found
+            if hmac.compare_digest(digest, known):
+                tenant = name
+        return tenant
 
 
 def new_token() -> str:

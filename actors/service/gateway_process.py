@@ -180,10 +180,10 @@ class Listeners:
     @property
     def addresses(self) -> tuple[str, ...]:
         """The addresses for clients, once the children have started."""
-        found = [gateway.address for gateway in self._running if gateway is not self._metrics]
+        addresses = [gateway.address for gateway in self._running if gateway is not self._metrics]
         if self._metrics is not None:
-            found.append(f"{self._metrics.address}/metrics")  # so that the two HTTP doors look different
-        return tuple(found)
+            addresses.append(f"{self._metrics.address}/metrics")  # so that the two HTTP doors look different
+        return tuple(addresses)
 
     def _new_zeromq(self) -> Task:
         assert self._options.bind is not None
@@ -314,16 +314,16 @@ def _check_record(path: Path) -> None:
 
 def door_addresses(options: ServiceOptions) -> dict[Door, str]:
     """Return the listening addresses as tcp://HOST:PORT, ipc://PATH or unix://PATH."""
-    found: dict[Door, str] = {}
+    addresses: dict[Door, str] = {}
     if options.bind is not None:
-        found["zeromq"] = options.bind
+        addresses["zeromq"] = options.bind
     if options.rpc_bind is not None:
-        found["rpc"] = options.rpc_bind
+        addresses["rpc"] = options.rpc_bind
     if options.http is not None:
-        found["http"] = parse_http_address(options.http).tcp
+        addresses["http"] = parse_http_address(options.http).tcp
     if options.metrics is not None:
-        found["metrics"] = parse_http_address(options.metrics).tcp
-    return found
+        addresses["metrics"] = parse_http_address(options.metrics).tcp
+    return addresses
 
 
 class LinkedGateways:

@@ -121,15 +121,15 @@ class EngineOnDemand:
 
 def on_demand_in(directory: Path) -> dict[str, str]:
     """Return the models in a directory, by their names: GGUF files, and directories with a model."""
-    found: dict[str, str] = {}
+    paths: dict[str, str] = {}
     for entry in sorted(directory.iterdir()):
         if entry.is_file() and entry.suffix.lower() == ".gguf":
-            found[entry.stem] = str(entry)
+            paths[entry.stem] = str(entry)
         elif (entry / "config.json").is_file():
-            found[entry.name] = str(entry)
+            paths[entry.name] = str(entry)
         elif entry.is_dir() and len(files := list(entry.glob("*.gguf"))) == 1:
-            found[entry.name] = str(files[0])
-    return found
+            paths[entry.name] = str(files[0])
+    return paths
 
 
 # Seconds between two looks into a directory of models.
@@ -161,13 +161,13 @@ async def watch_models(
     while True:
         await trio.sleep(WATCH_S)
         try:
-            found = await trio.to_thread.run_sync(find_models)
-            found_paths = {model.engine.served_model_name: model.engine.model_path for model in found}
+            models = await trio.to_thread.run_sync(find_models)
+            found_paths = {model.engine.served_model_name: model.engine.model_path for model in models}
             measured = {name: file_bytes(path) for name, path in found_paths.items()}
         except (OSError, OptionError) as error:
             logger.debug("the models are not read again: %s", error)
             continue
-        for model in found:
+        for model in models:
             name = model.engine.served_model_name
             if name not in known and sizes.get(name) == measured[name]:
                 known.add(name)

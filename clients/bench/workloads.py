@@ -68,11 +68,11 @@ class ScriptedLoad:
     @property
     def max_positions(self) -> int:
         """Return the number of positions of the longest request."""
-        return max(len(one.prompt) + one.max_tokens for one in self.requests)
+        return max(len(request.prompt) + request.max_tokens for request in self.requests)
 
     def positions_of(self, count: int) -> int:
         """Return the positions of the `count` longest requests together: a KV pool in which no request waits."""
-        return sum(sorted(len(one.prompt) + one.max_tokens for one in self.requests)[-count:])
+        return sum(sorted(len(request.prompt) + request.max_tokens for request in self.requests)[-count:])
 
 
 class Prompts:

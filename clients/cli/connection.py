@@ -291,13 +291,13 @@ async def import_engine(bars: LoadingBars) -> None:
 
 def _flags_of_a_private_service(connection: ConnectionFlags, engine: ModelFlags) -> list[str]:
     """Return the flags of a private service that are set."""
-    given = engine.changed()
-    return given if connection.model is None else ["model", *given]
+    flags = engine.changed()
+    return flags if connection.model is None else ["model", *flags]
 
 
 def _refuse_flags_of_a_private_service(connection: ConnectionFlags, engine: ModelFlags) -> None:
-    if given := engine.changed():
-        raise UsageError(f"{given[0]}: the service at {connection.connect} has its own; set it at `genbatch serve`")
+    if flags := engine.changed():
+        raise UsageError(f"{flags[0]}: the service at {connection.connect} has its own; set it at `genbatch serve`")
 
 
 def _console() -> "Console":

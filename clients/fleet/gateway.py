@@ -207,14 +207,14 @@ class FleetGateway:
         if self._replicas.is_superseded(names):
             return  # the later version's gateways scale the fleet
         ours = [name for name in names if self._replicas.is_ours(name) and name not in self._ending]
-        wanted = wanted_replicas(self._options.rule, self._load(len(ours)))
+        target = wanted_replicas(self._options.rule, self._load(len(ours)))
         taken = {int(name.rsplit(" ", 1)[1]) for name in names if self._replicas.is_ours(name)}
-        free = (index for index in range(len(taken) + wanted + 1) if index not in taken)
-        for _ in range(wanted - len(ours)):
+        free = (index for index in range(len(taken) + target + 1) if index not in taken)
+        for _ in range(target - len(ours)):
             await self._replicas.create(next(free))
         # Do not shrink while the set of ready replicas changes: another gateway may need a replica that is starting.
         ready = [name for name in ours if name in self._known]
-        if len(ours) <= wanted or ready != self._ready or not ready:
+        if len(ours) <= target or ready != self._ready or not ready:
             self._ready, self._enough_since = ready, None
         elif self._enough_since is None:
             self._enough_since = trio.current_time()
@@ -223,7 +223,7 @@ class FleetGateway:
             self._let_go(ready[-1])
         # Another version's replicas serve until ours are ready; then they are drained one by one.
         others = [name for name in names if not self._replicas.is_ours(name) and self._may_go(name)]
-        if len(ready) >= max(1, wanted) and others and not self._ending:
+        if len(ready) >= max(1, target) and others and not self._ending:
             self._let_go(others[0])
 
     def _may_go(self, name: str) -> bool:

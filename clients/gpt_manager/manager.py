@@ -242,7 +242,7 @@ class GptIterations:
     async def _iterate(self) -> None:
         widths = {request.message.tag: request.message.beam_width for request in self._active.values()}
         turn = self._turn()
-        sit_out = frozenset(one.message.tag for one in self._active.values() if one.micro_batch != turn)
+        sit_out = frozenset(entry.message.tag for entry in self._active.values() if entry.micro_batch != turn)
         iteration: Iteration = await self._batcher.call(Iterate(sit_out), timeout=None)
         # The replies of ended requests have arrived by now, but their tasks may not have run.
         await trio.lowlevel.checkpoint()
@@ -267,7 +267,9 @@ class GptIterations:
         await self._interrupt(stopped)
 
     async def _interrupt(self, request_ids: Iterable[int]) -> None:
-        tags = frozenset(self._active[one].message.tag for one in request_ids if one in self._active)
+        tags = frozenset(
+            self._active[request_id].message.tag for request_id in request_ids if request_id in self._active
+        )
         if tags:
             await self._batcher.call(Interrupt(tags), timeout=None)
             await trio.lowlevel.checkpoint()

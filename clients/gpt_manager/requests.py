@@ -61,7 +61,7 @@ class _Named:
         Raises:
             OptionError: there is no such parameter, it is given twice, or its value is out of range.
         """
-        known = {one.name for one in fields(cls)}  # type: ignore[arg-type]
+        known = {each.name for each in fields(cls)}  # type: ignore[arg-type]
         chosen: dict[str, Any] = {}
         for name, value in options.items():
             ours = re.sub("[A-Z]", lambda letter: "_" + letter[0].lower(), name)
@@ -485,15 +485,15 @@ def _prompt(tensors: Mapping[str, Tensor], engine: GptEngine) -> list[int]:
 def _output_len(tensors: Mapping[str, Tensor], num_prompt: int, engine: GptEngine) -> int:
     if "request_output_len" not in tensors:
         raise InvalidRequest("request_output_len", "is missing")
-    wanted = _integer(tensors, "request_output_len", 0)
-    if not 1 <= wanted <= engine.max_output_len:
+    length = _integer(tensors, "request_output_len", 0)
+    if not 1 <= length <= engine.max_output_len:
         raise InvalidRequest(
             "request_output_len",
-            f"must be at least 1 and at most max_output_len, {engine.max_output_len}, not {wanted}",
+            f"must be at least 1 and at most max_output_len, {engine.max_output_len}, not {length}",
         )
-    if num_prompt + wanted > engine.max_seq_len:
-        raise InvalidRequest("request_output_len", f"{wanted} after {num_prompt} exceed {engine.max_seq_len} positions")
-    return wanted
+    if num_prompt + length > engine.max_seq_len:
+        raise InvalidRequest("request_output_len", f"{length} after {num_prompt} exceed {engine.max_seq_len} positions")
+    return length
 
 
 def _scalar(tensors: Mapping[str, Tensor], name: str, default: bool | int | float) -> bool | int | float:

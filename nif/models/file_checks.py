@@ -80,10 +80,10 @@ def read_object(source: str, path: Path) -> dict[str, Any]:
     Raises:
         ModelError: as `read_json`, or it is another value.
     """
-    found = read_json(source, path)
-    if not isinstance(found, dict):
+    value = read_json(source, path)
+    if not isinstance(value, dict):
         raise ModelError(source, f"{path.name} is no JSON object")
-    return found
+    return value
 
 
 def one_line(fault: BaseException) -> str:
@@ -322,21 +322,23 @@ def check_complete(
     renamed = (tensors.layer.replace(part, written) for part, written in tensors.in_files)
     _check_layers(source, config, {tensors.layer, *renamed}, names)
     hf = _on_meta(source, make)
-    wanted = hf.state_dict()
+    parameters = hf.state_dict()
     if experts is not None:
-        wanted = {name: value for name, value in wanted.items() if not any(part in name for part in experts.whole)}
+        parameters = {
+            name: value for name, value in parameters.items() if not any(part in name for part in experts.whole)
+        }
     pairs = _latent_pairs(architecture, config.num_hidden_layers, names)
-    wanted = {name: value for name, value in wanted.items() if name not in pairs}
-    stored = {name: tensors.stored(name, names) for name in wanted}
+    parameters = {name: value for name, value in parameters.items() if name not in pairs}
+    stored = {name: tensors.stored(name, names) for name in parameters}
     head = stored.get(f"{tensors.head}.weight")
     if config.tie_word_embeddings and head not in names:
-        wanted.pop(f"{tensors.head}.weight", None)
+        parameters.pop(f"{tensors.head}.weight", None)
     # guard: missing tensors
-    if missing := sorted(name for name in wanted if stored[name] not in names):
+    if missing := sorted(name for name in parameters if stored[name] not in names):
         raise ModelError(source, f"its weights lack {missing[0]} ({len(missing)} tensors missing)")
-    for name, parameter in wanted.items():
+    for name, parameter in parameters.items():
         _check_shape(source, name, weights.shape(stored[name]), parameter)
-    used = {stored[name] for name in wanted}.union(*pairs.values())
+    used = {stored[name] for name in parameters}.union(*pairs.values())
     for layer in kv_sources(config):  # files have keys and values of such layers, which nobody reads
         start = tensors.layer.format(layer)
         used |= {f"{start}{name}.weight" for name in (*tensors.qkv[1:], tensors.k_norm)}

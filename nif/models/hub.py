@@ -61,7 +61,7 @@ def download(source: str, progress: Progress) -> Path:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             bar = _reporting_bar(progress)
-            found = huggingface_hub.snapshot_download(source, allow_patterns=PATTERNS, tqdm_class=bar)
+            folder = huggingface_hub.snapshot_download(source, allow_patterns=PATTERNS, tqdm_class=bar)
     except LocalEntryNotFoundError as fault:
         raise ModelError(
             source,
@@ -74,7 +74,7 @@ def download(source: str, progress: Progress) -> Path:
             raise ModelError(source, f"its files cannot be written to {_cache()}: {fault.strerror}") from fault
         raise ModelError(source, f"{_hub()} refused it: {reason}") from fault
     _check_blobs(source, _blobs(source) - before)
-    return Path(found)
+    return Path(folder)
 
 
 def check_room(source: str) -> None:
@@ -88,10 +88,10 @@ def check_room(source: str) -> None:
 
     try:
         bar = _reporting_bar(lambda stage, done, total: None)
-        wanted: Any = huggingface_hub.snapshot_download(source, allow_patterns=PATTERNS, tqdm_class=bar, dry_run=True)
+        files: Any = huggingface_hub.snapshot_download(source, allow_patterns=PATTERNS, tqdm_class=bar, dry_run=True)
     except (HfHubHTTPError, HFValidationError, OSError):
         return
-    missing = sum([file.file_size or 0 for file in wanted if file.will_download])
+    missing = sum([file.file_size or 0 for file in files if file.will_download])
     folder = next(folder for folder in (_cache(), *_cache().parents) if folder.is_dir())
     free = shutil.disk_usage(folder).free
     if missing > free:
@@ -158,18 +158,18 @@ def _check_blobs(source: str, blobs: Iterable[Path]) -> None:
     for blob in sorted(blobs):
         with blob.open("rb") as file:
             if len(blob.name) == hashlib.sha256().digest_size * 2:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
             else:
                 header = f"blob {os.fstat(file.fileno()).st_size}\0".encode()
-                found = hashlib.sha1(header + file.read(), usedforsecurity=False).hexdigest()
+                digest = hashlib.sha1(header + file.read(), usedforsecurity=False).hexdigest()
         # guard: damaged downloads
-        if found != blob.name:
+        if digest != blob.name:
             blob.unlink()
             for link in blob.parent.parent.glob("snapshots/**/*"):
                 if link.is_symlink() and not link.exists():
                     link.unlink()
             raise ModelError(
-                source, f"a file was damaged on its way: its hash is {found}, and not {blob.name}; try again"
+                source, f"a file was damaged on its way: its hash is {digest}, and not {blob.name}; try again"
             )
 
 

@@ -177,18 +177,18 @@ def read_lora(name: str, path: Path, model: "Model", limits: AdapterLimits, free
     path = _directory(name, path)
     raw, config = _read_config(name, path / CONFIG)
     linears = _targets(model)
-    found, digest = _read_tensors(name, path / WEIGHTS, linears, limits, free)
+    tensors, digest = _read_tensors(name, path / WEIGHTS, linears, limits, free)
     patterns = _Patterns(name, config)
     expected = _expected(config, model, patterns)
-    for module in found.keys() - set(expected):
+    for module in tensors.keys() - set(expected):
         raise AdapterError(name, f"{WEIGHTS}: {_key(module, 'A')} is there, and {CONFIG} does not adapt {module}")
     for module in expected:
         if module not in linears:
             raise AdapterError(name, f"{CONFIG}: target_modules: {_why_not(module)}")
-        if module not in found:
+        if module not in tensors:
             raise AdapterError(name, f"{WEIGHTS}: {_key(module, 'A')} is missing")
     scales = _Scales(name, config, patterns)
-    adapted = {module: LoraLinear(a, b, scales.of(module, len(a))) for module, (a, b) in found.items()}
+    adapted = {module: LoraLinear(a, b, scales.of(module, len(a))) for module, (a, b) in tensors.items()}
     digest.update(raw)
     return LoraAdapter(name, path, digest.hexdigest(), next(_handles), adapted)
 
@@ -328,10 +328,10 @@ class _Scales:
 
     def of(self, module: str, rank: int) -> float:
         """Of a module whose matrices have this rank."""
-        wanted = self._pattern("rank_pattern", module, self._config["r"])
-        if rank != wanted:
+        stated_rank = self._pattern("rank_pattern", module, self._config["r"])
+        if rank != stated_rank:
             key = _key(module, "A")
-            raise AdapterError(self._name, f"{WEIGHTS}: {key} has rank {rank}, {CONFIG} says {wanted:g}")
+            raise AdapterError(self._name, f"{WEIGHTS}: {key} has rank {rank}, {CONFIG} says {stated_rank:g}")
         alpha = self._pattern("alpha_pattern", module, self._config["lora_alpha"])
         return alpha / math.sqrt(rank) if self._config.get("use_rslora") else alpha / rank
 
@@ -368,23 +368,23 @@ def _expected(config: Mapping[str, Any], model: "Model", patterns: _Patterns) ->
 
     def names(field: str, module: str) -> bool:
         """Whether PEFT's list of endings, or its expression, means a module."""
-        wanted = config.get(field)
-        if isinstance(wanted, str):
-            return bool(wanted) and patterns.matches(field, wanted, module)
-        return any(module == name or module.endswith(f".{name}") for name in wanted or ())
+        targets = config.get(field)
+        if isinstance(targets, str):
+            return bool(targets) and patterns.matches(field, targets, module)
+        return any(module == name or module.endswith(f".{name}") for name in targets or ())
 
     targets = config["target_modules"]
     hf: Any = model.hf
     head = hf.get_output_embeddings()
-    found = []
+    modules = []
     for name, module in hf.named_modules():
         if targets == "all-linear":
             is_wanted = isinstance(module, torch.nn.Linear) and module is not head
         else:
             is_wanted = names("target_modules", name) and not list(module.children())
         if is_wanted and not names("exclude_modules", name) and _in_layers(config, name):
-            found.append(name)
-    return found
+            modules.append(name)
+    return modules
 
 
 def _in_layers(config: Mapping[str, Any], module: str) -> bool:
@@ -410,7 +410,7 @@ def _read_tensors(
     def refuse(reason: str) -> AdapterError:
         return AdapterError(name, f"{WEIGHTS}: {reason}")
 
-    found: dict[str, dict[str, torch.Tensor]] = {}
+    by_module: dict[str, dict[str, torch.Tensor]] = {}
     digest = hashlib.sha256()
     try:
         size = file.stat().st_size
@@ -433,11 +433,11 @@ def _read_tensors(
         plain = tensor.to(torch.float32, copy=True).contiguous()
         if not bool(torch.isfinite(plain).all()):
             raise refuse(f"{key} has values that are not finite")
-        found.setdefault(module, {})[which] = plain
-    if not found:
+        by_module.setdefault(module, {})[which] = plain
+    if not by_module:
         raise refuse("there is no tensor in it")
     pairs = {}
-    for module, pair in found.items():
+    for module, pair in by_module.items():
         for which in "AB":
             if which not in pair:
                 raise refuse(f"{_key(module, which)} is missing")
@@ -466,11 +466,11 @@ def _check_shape(
     if len(shape) != 2:
         raise refuse(f"{key} has the shape {list(shape)}; a matrix is wanted")
     rank, width = shape if which == "A" else shape[::-1]
-    wanted = inputs if which == "A" else outputs
-    if width != wanted:
+    expected = inputs if which == "A" else outputs
+    if width != expected:
         side = "inputs" if which == "A" else "outputs"
         raise refuse(
-            f"{key} has the shape {list(shape)}, and the model's linear has {wanted} {side}: another base model?"
+            f"{key} has the shape {list(shape)}, and the model's linear has {expected} {side}: another base model?"
         )
     if not 1 <= rank <= max_rank:
         raise refuse(f"{key} has rank {rank}; 1 to {max_rank} is allowed (max_lora_rank)")

@@ -85,8 +85,8 @@ def _rendered(tokenizer: Tokenizer, roles: tuple[str, ...]) -> PairForm | None:
     strips = not all(f" {mark} " in text for mark in marks)
     parts, rest = [""] * (3 - len(roles)), text
     for mark in marks:
-        before, found, rest = rest.partition(mark if strips else f" {mark} ")
-        if not found:
+        before, mark_here, rest = rest.partition(mark if strips else f" {mark} ")
+        if not mark_here:
             return None
         parts.append(before)
     if any(mark in part for mark in marks for part in (*parts, rest)):
@@ -157,7 +157,7 @@ class PairReader:
         return len(self._tokenizer.encoding(text, add_special_tokens=False).ids)
 
     def _joined(self, query: str, document: str) -> list[int]:
-        found = self._tokenizer.encoding(query, document)
+        encoding = self._tokenizer.encoding(query, document)
         if not self.second:
-            return list(found.ids)
-        return [token + kind * self.second for token, kind in zip(found.ids, found.type_ids, strict=True)]
+            return list(encoding.ids)
+        return [token + kind * self.second for token, kind in zip(encoding.ids, encoding.type_ids, strict=True)]

@@ -148,11 +148,11 @@ class Tokenizer:
 
         0 means no bound, for example if parts of a text are changed or dropped before tokenizing.
         """
-        said = json.loads(self.backend.to_str())
-        cut = json.dumps(said.get("pre_tokenizer"))
-        keeps_all = said.get("normalizer") is None and '"ByteLevel"' in cut and '"Removed"' not in cut
+        settings = json.loads(self.backend.to_str())
+        cut = json.dumps(settings.get("pre_tokenizer"))
+        keeps_all = settings.get("normalizer") is None and '"ByteLevel"' in cut and '"Removed"' not in cut
         swallows = any(token.lstrip or token.rstrip for token in self.backend.get_added_tokens_decoder().values())
-        if said["model"].get("type") != "BPE" or not keeps_all or swallows:
+        if settings["model"].get("type") != "BPE" or not keeps_all or swallows:
             return 0, b""
         names = self.backend.get_vocab(with_added_tokens=True)
         dropped = bytes(byte for byte, character in byte_characters().items() if character not in names)
@@ -410,10 +410,10 @@ def _own_process(backend: "Backend") -> TokenizerProcess | None:
     # guard: a decoder with expressions of its own
     for expression in decoder_expressions(settings):
         raise TokenizerError(f"its decoder has the expression {expression[:60]!r}, which may take any time")
-    found = unchecked(settings)
+    unknown = unchecked(settings)
     # guard: a process for a tokenizer with expressions of its own
-    if found:
-        log.info("the tokenizer runs in a process of its own, for it has parts that are not known: %.200r", found)
+    if unknown:
+        log.info("the tokenizer runs in a process of its own, for it has parts that are not known: %.200r", unknown)
         return TokenizerProcess(backend.to_str())
     return None
 
@@ -424,8 +424,8 @@ _MAX_GROWTH = 1024  # real tokenizers replace a character with three bytes or on
 def _check_growth(backend: "Backend") -> None:
     """Refuse a normalizer or a decoder if its replacements could make a short text take all memory."""
     for part in ("normalizer", "decoder"):
-        found = getattr(backend, part)
-        growth = 1 if found is None else _growth(json.loads(found.__getstate__()))
+        stage = getattr(backend, part)
+        growth = 1 if stage is None else _growth(json.loads(stage.__getstate__()))
         if growth > _MAX_GROWTH:
             raise TokenizerError(f"its {part} replaces texts by others that are up to {growth} times as long")
 

@@ -43,8 +43,8 @@ def main() -> None:
         except BaseException as fault:  # a panic of the package does not derive from Exception
             answer = [None, (" ".join(str(fault).split()) or type(fault).__name__)[:MAX_ERROR]]
         signal.setitimer(signal.ITIMER_PROF, 0)
-        told = json.dumps(answer).encode()
-        writing.write(ANSWER.pack(len(told)) + told)
+        payload = json.dumps(answer).encode()
+        writing.write(ANSWER.pack(len(payload)) + payload)
         writing.flush()
 
 
@@ -59,5 +59,5 @@ def _load(job: dict[str, Any]) -> Tokenizer:
 
 
 def _encode(tokenizer: Tokenizer, text: str, pair: str | None, add_special_tokens: bool) -> list[Any]:
-    found = tokenizer.encode(text, pair, add_special_tokens=add_special_tokens)
-    return [found.ids, found.type_ids, found.offsets]
+    encoding = tokenizer.encode(text, pair, add_special_tokens=add_special_tokens)
+    return [encoding.ids, encoding.type_ids, encoding.offsets]

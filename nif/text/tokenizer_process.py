@@ -92,11 +92,11 @@ def unchecked(settings: Mapping[str, Any]) -> list[str]:
     Args:
         settings: the content of a tokenizer.json.
     """
-    found = [each for part in ("normalizer", "pre_tokenizer") for each in _expressions(settings.get(part))]
+    expressions = [each for part in ("normalizer", "pre_tokenizer") for each in _expressions(settings.get(part))]
     model = settings.get("model")
     word = model.get("max_input_chars_per_word") if isinstance(model, dict) else None
     long_words = [f"max_input_chars_per_word {word}"] if isinstance(word, int) and word > MAX_WORD else []
-    return [each for each in found if each not in KNOWN] + long_words
+    return [each for each in expressions if each not in KNOWN] + long_words
 
 
 def decoder_expressions(settings: Mapping[str, Any]) -> list[str]:
@@ -237,7 +237,7 @@ def _check_ids(settings: Mapping[str, Any]) -> None:
     model, added = settings.get("model"), settings.get("added_tokens")
     vocab = model.get("vocab") if isinstance(model, dict) else None
     tokens = list(vocab.items()) if isinstance(vocab, dict) else []
-    tokens += [(one.get("content"), one.get("id")) for one in added or () if isinstance(one, dict)]
+    tokens += [(entry.get("content"), entry.get("id")) for entry in added or () if isinstance(entry, dict)]
     # guard: ids of tokens
     for token, number in tokens:
         if isinstance(number, int) and number > _MAX_ID:

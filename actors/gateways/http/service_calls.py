@@ -346,12 +346,12 @@ class Front:
             return
         # guard: names that lead to this machine
         if self._only_loopback:
-            wanted = "localhost, 127.0.0.1 or [::1]"
+            names = "localhost, 127.0.0.1 or [::1]"
         elif self._hosts and path != "/health":  # probes use the address of the machine
-            wanted = ", ".join(sorted(self._hosts))
+            names = ", ".join(sorted(self._hosts))
         else:
             return
-        raise Forbidden(f"the service is reached as {wanted}, not as {host[:128]!r} (--allowed-host)")
+        raise Forbidden(f"the service is reached as {names}, not as {host[:128]!r} (--allowed-host)")
 
 
 def _open_to(origin: str, send: Send) -> Send:
@@ -368,10 +368,10 @@ def _open_to(origin: str, send: Send) -> Send:
 
 def _allow(headers: Headers) -> Response:
     """Return the response to a browser's preflight request, which has no token."""
-    wanted = headers.get("access-control-request-headers", "authorization, content-type")
+    asked_headers = headers.get("access-control-request-headers", "authorization, content-type")
     allowed = {
         "access-control-allow-methods": "GET, POST, DELETE",
-        "access-control-allow-headers": wanted,
+        "access-control-allow-headers": asked_headers,
         "access-control-max-age": "600",
     }
     return Response(status_code=204, headers=allowed)
