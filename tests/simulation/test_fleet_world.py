@@ -19,6 +19,8 @@ from tests.simulation.fleet_world import FleetWorld
 TinyModel = Callable[[str], Model]
 SEEDS = 40
 SHARE = 10
+# `make test` draws the first of them.
+FIRSTS = [pytest.param(first, marks=[pytest.mark.long] if first >= SHARE else []) for first in range(0, SEEDS, SHARE)]
 
 
 @pytest.fixture
@@ -51,7 +53,7 @@ def simulated(tiny_model: TinyModel) -> Callable[[int], Simulated]:
 
 
 @pytest.mark.usefixtures("model")
-@pytest.mark.parametrize("first", range(0, SEEDS, SHARE))
+@pytest.mark.parametrize("first", FIRSTS)
 def test_every_promise_holds_when_replicas_nodes_ways_and_gateways_fail(
     simulated: Callable[[int], Simulated], first: int
 ) -> None:
@@ -79,6 +81,7 @@ def fails(model: Model) -> bool:
     return False
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("model")
 def test_requests_are_sent_to_another_replica_in_these_worlds(simulated: Callable[[int], Simulated]) -> None:
     assert sum(simulated(seed).replayed for seed in range(SEEDS)) > 3

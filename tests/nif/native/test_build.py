@@ -47,8 +47,15 @@ NEEDS = {
 }
 
 
+# A build takes ten seconds: `make test` has the first of them, which most machines have.
+MACHINES = [
+    pytest.param(machine, marks=[pytest.mark.long] if number else [])
+    for number, machine in enumerate(LESSER.get(MACHINE, {}))
+]
+
+
 @pytest.mark.parametrize("mode", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("machine", LESSER.get(MACHINE, {}))
+@pytest.mark.parametrize("machine", MACHINES)
 def test_lesser_machines_compute_the_same(
     native_model: Callable[..., Model],
     layout: Callable[..., RaggedBatch],
