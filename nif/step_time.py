@@ -49,7 +49,7 @@ def least_squares(columns: Vector, targets: Vector) -> list[float]:
     return factors
 
 
-# What is assumed before a cost was seen, as shares of the first step's seconds. A row of weights is read once a step,
+# The assumed costs before any was seen, as shares of the first step's seconds. A row of weights is read once a step,
 # so most of a small step is its base. A key is a 10,000th of the weights of a small model, and less of a large one. The
 # tokens of a prompt share the reading of a key.
 _FIRST_SHARES = np.array([0.85, 0.08, 1e-4, 0.05, 0.08, 3e-5, 0.08])
@@ -63,14 +63,14 @@ _PACE, _DRIFT = 0.02, 0.005
 # A cost counts as at least this for its drift and its doubt. A first step that took too long brings other costs down
 # to nearly nothing; a share of nothing would keep them there.
 _NOTHING = 0.1
-# What a step's time is off by chance: at first, and within which bounds it is learned, each step with this weight.
+# The random error of a step's time: its first value, the bounds of the learned value, and the weight of each step.
 _CHANCE, _LEAST_CHANCE, _MOST_CHANCE, _NEWEST = 0.05, 0.01, 0.2, 0.05
 # The deviation beyond which a step counts no more than at it: an outlier.
 _OUTLIER = 2.5
 # How much less sure an outlier makes of the costs that it depends on: if it is the first step of a change, the next
 # steps count for more.
 _UNSURE = 0.5
-# What nobody has seen for long is not known less well than so.
+# The most doubt of a cost that was not seen for long.
 _MOST_DOUBT = 4.0
 # The least a cost comes down to, as a share of what was assumed first: it can grow again from there.
 _LEAST = 1e-3

@@ -42,10 +42,10 @@ class DecodeLimits:
     max_containers: int = 2**14
 
 
-# What a service takes. A prompt of 2**18 token ids is beyond any context here; a map is parameters or a logit bias.
+# A service's limits. A prompt of 2**18 token ids is beyond any context here; a map is parameters or a logit bias.
 REQUEST_LIMITS = DecodeLimits(max_bytes=2**20, max_array_length=2**18, max_map_length=1024)
 
-# What a client takes: log-probs of 20 candidates for every token of a long prompt are some 20 MiB.
+# A client's limits: log-probs of 20 candidates for every token of a long prompt are some 20 MiB.
 RESPONSE_LIMITS = DecodeLimits(max_bytes=2**26, max_array_length=2**20, max_map_length=4096, max_containers=2**21)
 
 # The transport cuts a peer off beyond this many bytes a frame. Above REQUEST_LIMITS, so that a message
@@ -55,7 +55,7 @@ MAX_TRANSPORT_BYTES = 4 * REQUEST_LIMITS.max_bytes
 
 # Most bytes to feed at once.
 MAX_FEED_BYTES = 2**16
-# What a connection reserves before anything has arrived; it would be a mebibyte otherwise.
+# Bytes that a connection reserves before anything has arrived; msgpack's default is a mebibyte.
 WALKER_BYTES = 2**12
 
 
@@ -162,9 +162,9 @@ def encode(message: object) -> bytes:
 
 
 def why_unsendable(value: object, path: str = "") -> InvalidRequest | None:
-    """What is wrong with the first part of a client's parameters that has no form on the wire; None where all have.
+    """Return the error of the first part of a client's parameters that cannot be encoded; None if all can be.
 
-    That is half a surrogate pair, a number of more than 64 bits, an object of the program's own.
+    Such parts are half a surrogate pair, a number of more than 64 bits, an object of the program's own.
     """
     try:
         encode(value)
@@ -179,13 +179,13 @@ def why_unsendable(value: object, path: str = "") -> InvalidRequest | None:
     else:
         return None
     inside = (why_unsendable(part, where) for where, part in _parts(value, path))
-    # Which of many levels is one too many nobody can say: the parameter is.
+    # Of too many levels no single one is at fault, so the error names the whole parameter.
     within = None if path and reason == "is nested too deeply" else next(filter(None, inside), None)
     return within or InvalidRequest(path or None, reason)
 
 
 def _parts(value: object, path: str) -> Iterator[tuple[str, object]]:
-    """What a value is made of, with the path of each."""
+    """Iterate over the parts of a value, each with its path."""
     if isinstance(value, msgspec.Struct):
         value = msgspec.structs.asdict(value)
     if isinstance(value, dict):

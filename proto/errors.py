@@ -100,19 +100,19 @@ class EngineLost(GenbatchError):
 
 
 class Unauthenticated(GenbatchError):
-    """The service wants a key or a token, and got none that it knows."""
+    """The service requires a key or a token, and the caller has sent none that it knows."""
 
     code = "unauthenticated"
 
 
 class Forbidden(GenbatchError):
-    """Whoever calls is known, and may not do this."""
+    """The caller is known, but is not allowed to do this."""
 
     code = "forbidden"
 
 
 class Unavailable(GenbatchError):
-    """Nobody answers: no service at the address, the service is stopping, or the model is being restarted."""
+    """No answer: there is no service at the address, the service is stopping, or the model is being restarted."""
 
     code = "unavailable"
 
@@ -130,7 +130,7 @@ class MalformedMessage(GenbatchError):
 
 
 class FrameTooLarge(GenbatchError):
-    """A message with more bytes than are taken."""
+    """A message with more bytes than the receiver accepts."""
 
     code = "frame_too_large"
 

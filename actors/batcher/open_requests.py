@@ -38,7 +38,7 @@ from genbatch.proto.messages import FinishReason
 
 log = logging.getLogger("genbatch")
 
-# What runs with the context to itself, between two steps, and what takes its outcome.
+# Work that needs the context to itself, between two steps, and the function that gets its outcome.
 Work: TypeAlias = Callable[[], Any]
 End: TypeAlias = "Callable[[outcome.Outcome[Any]], None]"
 

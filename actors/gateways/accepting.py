@@ -1,4 +1,4 @@
-"""Who gets in: accept a gateway's connections, bound them, and name the account that each is charged to.
+"""Admission of connections: accept a gateway's connections, bound them, and name the account that each is charged to.
 
     limit = ConnectionLimit(max_connections())
     await accept_from(listeners, serve, handlers)       # serves each connection as a task of the nursery

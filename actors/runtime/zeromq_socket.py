@@ -326,7 +326,7 @@ def _take(take_one: Callable[[], T], max_messages: int) -> list[T]:
 
 
 def set_defaults(socket: "zmq.Socket[bytes]") -> None:
-    """What every socket of ours has, at both ends: short queues, and silence noticed."""
+    """Set the options of every socket, at both ends: short queues, and heartbeats against silent peers."""
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.LINGER, 0)

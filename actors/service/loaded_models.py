@@ -124,7 +124,7 @@ class OnDemandModel:
 
 @dataclass(slots=True)
 class Plan:
-    """What is to be done now.
+    """The next actions.
 
     Args:
         load, unload: the models to load and to unload. A model that is loading may be unloaded.

@@ -436,7 +436,7 @@ class Bench:
 
     async def run(self) -> dict[str, Any]:
         """Run every case, and return the report as plain data."""
-        # What room they need does not depend on the vocabulary, which is known once the service is there.
+        # The room that the cases need does not depend on the vocabulary, which is known only once the service runs.
         sizes = cases_of(self.load.workload, self.load.options(FIRST_TOKEN + 1), self.options)
         floors = await self.target.floors(sizes)
         begun = datetime.now(UTC)

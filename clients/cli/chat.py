@@ -257,7 +257,7 @@ def chat(
 
     async def talk() -> None:
         file = None if session is None else SessionFile(session)
-        # What is wrong with either shows before a model is loaded.
+        # Faults of the session or of the parameters are reported before a model is loaded.
         saved = Session() if file is None else file.read()
         check_request(None, [{"role": "user", "content": ""}], parameters)
         # A service that others use, too, keeps no KV for a session.

@@ -1,4 +1,4 @@
-"""What goes into the batch manager and what comes out: an id with named tensors.
+"""Requests and responses of the batch manager: an id with named tensors.
 
     request = InferenceRequest(2**64 - 1, {"input_ids": np.array([[5, 6, 7]], np.int32)})
     assert decode_inference_request(encode_inference_request(request)).request_id == request.request_id
@@ -18,8 +18,8 @@ have any shape with one element:
     repetition_penalty, presence_penalty, frequency_penalty, min_length
     streaming             false
 
-What a GptManager is built from comes first: TensorRT-LLM's names, in snake case or, by `named`, in camel case, and
-what they are in ours.
+The options of a GptManager come first: TensorRT-LLM's names, in snake case or, by `named`, in camel case, and their
+translation into our options.
 """
 
 import math
@@ -132,7 +132,7 @@ class TrtGptModelOptionalParams(_Named):
 
 @dataclass(frozen=True, kw_only=True)
 class BuildConfig(_Named):
-    """What TensorRT-LLM fixes when an engine is built; here it is given with the model.
+    """The options that TensorRT-LLM fixes when an engine is built; here they come with the model.
 
     Args:
         max_batch_size: requests in flight; None takes any number, of which 8 run at once and the others wait.
@@ -184,7 +184,7 @@ UNBOUNDED_QUEUE = 2**31
 
 @dataclass(frozen=True, slots=True)
 class GptEngine:
-    """What the worker thread runs.
+    """The engine that the worker thread runs.
 
     Args:
         max_input_len, max_output_len: most tokens of a prompt and of an output.
@@ -235,7 +235,7 @@ def open_engine(
     options = EngineOptions(
         model_path=loaded.name,
         dtype=build.dtype,
-        # What every slot could fill: more would never be used.
+        # As many positions as all slots can fill; more would never be used.
         n_ctx=num_slots * max_seq_len,
         max_tokens_in_cache=cache.max_tokens,
         max_memory_percent=cache.free_gpu_memory_fraction,
@@ -303,7 +303,7 @@ MAX_DIMENSIONS = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InferenceRequest:
-    """What the client hands to the batch manager.
+    """A request that the client hands to the batch manager.
 
     Args:
         request_id: uint64; unique among the requests in flight.

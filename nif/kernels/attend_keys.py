@@ -1,4 +1,4 @@
-"""What the attention kernels share: tile sizes, and the inner loop, an online softmax over one sequence's blocks."""
+"""Shared by the attention kernels: tile sizes, and the inner loop, an online softmax over one sequence's blocks."""
 # A kernel's arguments are Triton's, not Python's: type checkers see only the launchers.
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
 # mypy: disallow-incomplete-defs=False
@@ -22,7 +22,7 @@ _BLOCK_OVERHEAD = 1024  # bytes of shared memory that the device takes for each 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What one program holds at a time."""
+    """The tile of one program."""
 
     rows: int
     keys: int

@@ -1,5 +1,5 @@
-"""What a layer does beside its products and its attention: RMSNorm, rotary embeddings with the write into the KV cache,
-the gated activation, and copies of whole KV blocks.
+"""The small kernels of a layer: RMSNorm, rotary embeddings with the write into the KV cache, the gated activation, and
+copies of whole KV blocks.
 
 Each has its plain-torch twin in tests/nif/kernels/reference.py."""
 # A kernel's arguments are Triton's, not Python's: type checkers see only the launchers.

@@ -535,7 +535,7 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """What the merged projection of queries, keys and values is made of."""
+    """The parts of the merged projection of queries, keys and values."""
 
     num_heads: int
     num_kv_heads: int

@@ -1,4 +1,4 @@
-"""What adapters add to a product of few rows: each row multiplied by the matrices of its own adapter.
+"""The adapters' part of a product of few rows: each row multiplied by the matrices of its own adapter.
 
     h = shrink(x, owners, parts)              # [R, ranks]
     delta = expand(h, owners, parts, width)   # [R, width]
@@ -130,7 +130,7 @@ def _expand_kernel(
 
 
 def lora_delta(x: NormedRows, owners: torch.Tensor, parts: LoraParts, width: int) -> torch.Tensor:
-    """What the rows' adapters add to a product, [R, width] float32.
+    """Return the part that the rows' adapters add to a product, [R, width] float32.
 
     Args:
         x: the rows that the product multiplies.

@@ -386,7 +386,7 @@ def _join_shares_kernel(
 
 @dataclass(frozen=True, slots=True)
 class AttentionSetting:
-    """What is the same for all attention of a runner.
+    """The setting of all attention of a runner.
 
     Args:
         num_processors: multiprocessors of the GPU, which decide how many programs work through a plan.

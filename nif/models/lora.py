@@ -319,7 +319,7 @@ class _Patterns:
 
 
 class _Scales:
-    """What each linear's part is multiplied with, as PEFT computes it."""
+    """The factor of each linear's part, as PEFT computes it."""
 
     def __init__(self, name: str, config: Mapping[str, Any], patterns: _Patterns) -> None:
         self._name = name
@@ -414,7 +414,7 @@ def _read_tensors(
     digest = hashlib.sha256()
     try:
         size = file.stat().st_size
-        # What is in 16 bits there is in 32 here, twice: as it was read, and as a runner packs it.
+        # Weights of 16 bits take 32 here, twice: as they were read, and as a runner packs them.
         if free is not None and 4 * size > free * limits.max_memory_percent:
             raise refuse(f"{size} bytes would take up to {4 * size} of the {free} bytes of memory that are free")
         raw = file.read_bytes()  # not mapped: what is digested here is what is served, whatever becomes of the file

@@ -18,8 +18,8 @@ no other code needs to know them. The files determine the quantised linears: lin
 
 n are outputs, k inputs, `codes` as many as an int32 holds. A weight is scale * (code - zero), computed in float32.
 Codes of 4 and 8 bits in groups of whole 32 inputs stay codes (`GROUP_KINDS`), FP8 in E4M3 stays bytes (`FP8_KINDS`).
-What has no such form is widened to float32, one matrix at a time: FP8 in E5M2, and groups that take their inputs from
-everywhere (`desc_act`).
+Other codes are widened to float32, one matrix at a time: FP8 in E5M2, and groups that take their inputs from everywhere
+(`desc_act`).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -46,7 +46,7 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of eight that each half byte
 _FP8_KINDS = ("F8_E4M3", "F8_E5M2")
 _SCALE_KINDS = (*FLOAT_KINDS, "F8_E8M0")
 
-# What stands beside the codes, and scales of activations and of the KV cache, which are computed otherwise here.
+# Tensors beside the codes, and scales of activations and of the KV cache, which are computed otherwise here.
 _BESIDE = (
     *("qweight", "qzeros", "scales", "g_idx"),
     *("weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape", "weight_g_idx"),

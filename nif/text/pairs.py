@@ -46,9 +46,9 @@ QWEN3 = PairForm(
     ),
     "Given a web search query, retrieve relevant passages that answer the query",
 )
-"""What Qwen3-Reranker was trained with."""
+"""The form of a pair that Qwen3-Reranker was trained with."""
 KNOWN_FORMS = {"qwen3": QWEN3}
-"""By transformers' kind of model, where the chat template has no places for a pair."""
+"""Forms by transformers' kind of model, for chat templates that have no places for a pair."""
 
 
 def template_form(tokenizer: Tokenizer, instruction: str) -> PairForm | None:

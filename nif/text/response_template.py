@@ -163,7 +163,7 @@ class TemplateReader:
         self._unread = ""  # text since the last returned part
 
     def push(self, piece: str) -> Parts:
-        """What is certain now."""
+        """Add a piece of the answer; return the parts that no later piece can change."""
         self._time.left_s += PER_PIECE_S
         if self._slow is not None:
             return self._slow.push(piece)

@@ -185,10 +185,10 @@ class Reader(Protocol):
     """Parses one answer while it is generated."""
 
     def push(self, piece: str) -> Parts:
-        """What is certain now."""
+        """Add a piece of the answer; return the parts that no later piece can change."""
 
     def finish(self) -> Parts:
-        """The rest; the answer has ended."""
+        """Return the remaining parts, since the answer has ended."""
 
 
 class _State(Enum):
@@ -233,7 +233,7 @@ class AnswerReader:
         self.num_calls = 0
 
     def push(self, piece: str) -> Parts:
-        """What is certain now."""
+        """Add a piece of the answer; return the parts that no later piece can change."""
         self._buffer += piece
         parts = Parts()
         while self._step(parts, at_end=False):
@@ -241,7 +241,7 @@ class AnswerReader:
         return parts
 
     def finish(self) -> Parts:
-        """The rest; the answer has ended."""
+        """Return the remaining parts, since the answer has ended."""
         parts = Parts()
         while self._step(parts, at_end=True):
             pass
@@ -542,7 +542,7 @@ def _typed(text: str, schema: object) -> Any:
         return text if value is None and text.strip() != "None" else value
 
 
-# What evaluating Python's literals raises.
+# The errors that evaluating Python's literals raises.
 _NOT_PYTHON = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
 
 

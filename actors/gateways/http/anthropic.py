@@ -47,7 +47,7 @@ class OutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class CountFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What /v1/messages/count_tokens takes."""
+    """The body of /v1/messages/count_tokens."""
 
     messages: list[dict[str, Any]]
     model: str | None = None
@@ -60,7 +60,7 @@ class CountFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class MessageFields(CountFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What /v1/messages takes."""
+    """The body of /v1/messages."""
 
     max_tokens: int
     stop_sequences: list[str] | None = None
@@ -127,7 +127,7 @@ def read_message(body: dict[str, Any], reader: Fields | None = None) -> HTTPRequ
 
 
 def read_count(body: dict[str, Any], reader: Fields | None = None) -> tuple[str | None, dict[str, Any], dict[str, str]]:
-    """What is in a body for /v1/messages/count_tokens; raises as `read_message`.
+    """Read a body for /v1/messages/count_tokens; raises as `read_message`.
 
     Returns:
         The model, the parameters of `tokenize`, and the caller's names of these where they differ.
@@ -138,7 +138,7 @@ def read_count(body: dict[str, Any], reader: Fields | None = None) -> tuple[str 
 
 
 def _conversation(fields: CountFields, reader: Fields) -> tuple[dict[str, Any], dict[str, str]]:
-    """What the chat template gets, and by the names of its parts what the caller calls them."""
+    """Return the chat template's variables, and the caller's name of each of their parts by our name."""
     turns: list[dict[str, Any]] = []
     names: dict[str, str] = {}
     system = _system(fields.system or "", reader)
@@ -337,7 +337,7 @@ class MessageAnswer:
         return _event("content_block_delta", index=self._index, delta=delta)
 
     def heartbeat(self) -> bytes:
-        """What a stream sends while there is nothing to say."""
+        """Return the bytes that keep a silent stream alive."""
         return self._begin() + _event("ping")
 
     def ending(self, results: Sequence[Result]) -> bytes:

@@ -1,8 +1,8 @@
 """make_app: the endpoints by their paths.
 
-Those that generate are in `generating.py`; those that tell about the service, and the page, are here.
+Endpoints that generate are in `generating.py`. Endpoints about the service itself, and the web page, are here.
 
-What is served as OpenAPI and as a page is made of the table that the routes are made of.
+One table of endpoints gives the routes, the OpenAPI document and the page of documentation.
 """
 
 import html
@@ -179,7 +179,7 @@ _ARGUMENT = re.compile(r"    (\w+(?:, \w+)*): (.*)")
 
 
 def _arguments(body: type) -> dict[str, str]:
-    """What the class's docstring says of each field, by its name."""
+    """Return the texts of the class's docstring by field."""
     _, _, part = (inspect.getdoc(body) or "").partition("Args:\n")
     descriptions: dict[str, str] = {}
     names: list[str] = []
@@ -256,7 +256,7 @@ def page_routes() -> list[Route]:
 
 
 def docs_routes(endpoints: Sequence[Endpoint]) -> list[Route]:
-    """What is served, for people and for programs."""
+    """Return the routes of the documentation: a page, and an OpenAPI document."""
     page, document = docs_page(endpoints), describe_api(endpoints)
 
     async def docs(request: Request) -> Response:
@@ -279,7 +279,7 @@ def _endpoint(name: str) -> Callable[[Request], Awaitable[Response]]:
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What /tokenize takes, after vLLM's, and after llama.cpp's: `content`, `add_special` and `with_pieces`."""
+    """The body of /tokenize: vLLM's fields, and llama.cpp's `content`, `add_special` and `with_pieces`."""
 
     model: str | None = None
     prompt: str | None = None
@@ -291,27 +291,27 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What /detokenize takes, after vLLM's."""
+    """The body of /detokenize, as vLLM's."""
 
     model: str | None = None
     tokens: list[int]
 
 
 class LoadAdapterBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What /v1/load_lora_adapter takes, as vLLM's."""
+    """The body of /v1/load_lora_adapter, as vLLM's."""
 
     lora_name: str
     lora_path: str
 
 
 class UnloadAdapterBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What /v1/unload_lora_adapter takes, as vLLM's."""
+    """The body of /v1/unload_lora_adapter, as vLLM's."""
 
     lora_name: str
 
 
 class LoadModelBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What /models/load and /models/unload take, as llama.cpp's."""
+    """The body of /models/load and /models/unload, as llama.cpp's."""
 
     model: str
 

@@ -23,12 +23,12 @@ MAX_LISTED = 100
 
 
 class BatchFields(msgspec.Struct, frozen=True):
-    """What /v1/batches takes, as OpenAI's.
+    """The body of /v1/batches, as OpenAI's.
 
     Args:
         input_file_id: an uploaded file of requests, one a line.
-        endpoint: what all of them ask, such as /v1/chat/completions.
-        completion_window: "24h": what has no answer then gets none.
+        endpoint: the endpoint of all these requests, such as /v1/chat/completions.
+        completion_window: "24h": a request without an answer by then gets none.
         metadata: is kept with the batch.
     """
 

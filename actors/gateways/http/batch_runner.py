@@ -68,9 +68,9 @@ async def post(app: ASGIApp, path: str, body: bytes, state: dict[str, Any]) -> t
 
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
-"""What a batch may ask."""
+"""The endpoints that a batch may name."""
 POLL_S = 0.2
-"""Seconds between two looks at whether there is room."""
+"""Seconds between two checks for free slots."""
 RETRY_S = 1.0
 """Seconds until a request that was refused for a passing reason is tried again."""
 MAX_ERRORS = 100

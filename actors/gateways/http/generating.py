@@ -71,7 +71,7 @@ class FillIn:
         self._known: dict[str, GapFormat | None] = {}  # by the model's id
 
     async def prompt(self, model: str, prefix: str, suffix: str) -> str:
-        """What `model` goes on with to fill the gap between `prefix` and `suffix`.
+        """Return the prompt with which `model` fills the gap between `prefix` and `suffix`.
 
         Raises:
             InvalidRequest: the model was not made for it.

@@ -59,7 +59,7 @@ IDLE_S = HEADERS_S = 15.0
 MAX_HEADER_BYTES = 16 * 1024
 # Seconds in which a client must make room for the next part of a response.
 STALLED_S = 10.0
-# What is still read of a body that the application did not want: a client that still writes would not read why.
+# Most of a refused body that is still read, since a client reads the refusal only after it has sent the body.
 MAX_UNREAD_BYTES, MAX_UNREAD_S = 16 * 2**20, 5.0
 # Bytes of later requests that are read while one is answered.
 MAX_EARLY_BYTES = 64 * 1024
@@ -160,7 +160,7 @@ class HTTPConnection:
         try:
             await self._app(scope, self._receive, self._send)
         except Exception:
-            # What one request brought about must not end the others.
+            # An error of one request must not end the others.
             logger.exception("a request failed")
             if self._http.our_state is h11.SEND_RESPONSE:
                 await self._refuse(EngineError("the service failed at this request"))
@@ -230,7 +230,7 @@ class HTTPConnection:
         while not self._is_body_read and size <= MAX_UNREAD_BYTES:
             size += len((await self._next_part())["body"])
 
-    # What the application calls
+    # Called by the application
 
     async def _receive(self) -> Message:
         """The next part of the body; after the last one "http.disconnect", once the client has gone.
@@ -543,7 +543,7 @@ class HTTPGateway:
                 if not seat.is_refused:
                     await self._serve_seated(stream, seat)
         except Exception:
-            # What one client brought about must not end the others.
+            # An error of one connection must not end the others.
             logger.exception("a connection failed")
 
     async def _serve_seated(self, stream: trio.SocketStream, seat: Seat) -> None:

@@ -42,12 +42,12 @@ _NAMES = llama_names("") | {
     "response_format.schema": "json_schema",
     "response_format": "json_schema",
 }
-# What stands in front of a text from another file.
+# The separator before the text of another file.
 _SNIPPET = "\n\n--- snippet ---\n\n"
 
 
 class _LlamaFields(LlamaSampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What both endpoints take.
+    """The fields of both endpoints.
 
     Args:
         n_predict: most tokens; -1 are as many as there is room for. Editors send 0 to have the prompt's keys and
@@ -71,13 +71,13 @@ class _LlamaFields(LlamaSampling, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class LlamaCompletionFields(_LlamaFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What /completion takes; a prompt is a text or token ids, and there may be several."""
+    """The body of /completion: one prompt or several, each a text or token ids."""
 
     prompt: str | list[str | int | list[int]]
 
 
 class InfillFields(_LlamaFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What /infill takes.
+    """The body of /infill.
 
     Args:
         input_prefix: the text in front of the gap.
@@ -186,7 +186,7 @@ class LlamaCppAnswer:
         return b"".join(events)
 
     def heartbeat(self) -> bytes:
-        """What a stream sends while there is nothing to say."""
+        """Return the bytes that keep a silent stream alive."""
         return HEARTBEAT
 
     def ending(self, results: Sequence[Result]) -> bytes:
@@ -311,7 +311,7 @@ class LlamaCppRoutes:
         return JSON({"prompt": text}, headers=reader.headers)
 
     async def props(self, request: Request) -> Response:
-        """What a client asks first: the length of the context and the number of slots."""
+        """Answer /props, which clients ask first: the length of the context and the number of slots."""
         card = await self._calls.known_model(request.query_params.get("model"), request.state.caller)
         settings = {"n_ctx": card.n_ctx, "params": card.sampling}
         modalities = {"vision": False, "audio": False}

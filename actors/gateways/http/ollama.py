@@ -73,7 +73,7 @@ class OllamaOptions(LlamaSampling, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class OllamaFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What both endpoints take that generate.
+    """The fields of both endpoints that generate.
 
     Args:
         format: "json", or a JSON Schema that the answer validates against.
@@ -98,14 +98,14 @@ class OllamaFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class OllamaChatFields(OllamaFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What /api/chat takes; no messages ask whether the model is loaded."""
+    """The body of /api/chat; a body without messages asks whether the model is loaded."""
 
     messages: list[dict[str, Any]] = []
     tools: list[dict[str, Any]] | None = None
 
 
 class OllamaGenerateFields(OllamaFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What /api/generate takes; no prompt asks whether the model is loaded.
+    """The body of /api/generate; a body without a prompt asks whether the model is loaded.
 
     Args:
         suffix: the text behind a gap that is to be filled.
@@ -132,7 +132,7 @@ class OllamaEmbedFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class OllamaEmbeddingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the older /api/embeddings takes."""
+    """The body of the older /api/embeddings."""
 
     model: str
     prompt: str
@@ -140,7 +140,7 @@ class OllamaEmbeddingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_un
 
 
 class OllamaShowFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What /api/show takes; `name` is the older name of `model`."""
+    """The body of /api/show; `name` is the older name of `model`."""
 
     model: str | None = None
     name: str | None = None
@@ -481,11 +481,11 @@ _PROBE: dict[str, Any] = {
 
 
 class OllamaModels:
-    """What lists and describes models, and embeds.
+    """The endpoints that list and describe models, and those that embed.
 
     Args:
-        calls: who answers.
-        new_fields: how the fields of a body are read.
+        calls: asks the service.
+        new_fields: makes a reader of a body's fields.
     """
 
     def __init__(self, calls: HTTPCalls, new_fields: NewFields = Fields) -> None:

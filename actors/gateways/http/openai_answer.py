@@ -246,14 +246,14 @@ class OpenAIAnswer:
         return b"".join(self._call_event(index, piece) for piece in pieces)
 
     def opening(self, index: int) -> bytes:
-        """What comes before everything else of a choice."""
+        """Return the event with the role, which comes first in each choice of a chat; b"" after the first call."""
         if not self._is_chat or index in self._opened:
             return b""
         self._opened.add(index)
         return self._event(index, b'"delta":{"role":"assistant","content":""}', b"null", b"null")
 
     def heartbeat(self) -> bytes:
-        """What a stream sends while there is nothing to say."""
+        """Return the bytes that keep a silent stream alive."""
         return HEARTBEAT
 
     def ending(self, results: Sequence[Result]) -> bytes:
@@ -319,7 +319,7 @@ def _call(call: ToolCall, is_custom: bool) -> dict[str, Any]:
 
 
 def _usage(results: Sequence[Result]) -> dict[str, Any]:
-    """What all prompts together took."""
+    """Return the usage of all prompts together."""
     usages: list[Usage] = [result.usage for result in results]
     thinking = sum(choice.reasoning_tokens for result in results for choice in result.choices)
     prompt, completion = sum(usage.prompt_tokens for usage in usages), sum(usage.completion_tokens for usage in usages)

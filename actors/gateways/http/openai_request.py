@@ -37,13 +37,13 @@ class StreamExtras(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class JSONSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an answer must validate against.
+    """The JSON Schema that an answer must validate against.
 
     Args:
-        name: what to call it; not used.
-        description: what it is for; not used.
+        name: its name; not used.
+        description: its purpose; not used.
         schema: a JSON Schema.
-        strict: taken either way: an answer always keeps to its schema.
+        strict: not used, since an answer always keeps to its schema.
     """
 
     name: str | None = None
@@ -65,7 +65,7 @@ class ResponseShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class GenerationFields(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the three endpoints take. Ranges are those of GenerateRequest, and are checked where all requests are."""
+    """The fields of all three endpoints. `validate_request` checks their ranges, as those of every request."""
 
     model: str | None = None
     stream: bool | None = None
@@ -105,7 +105,7 @@ class GenerationFields(SamplingFields, frozen=True, kw_only=True, forbid_unknown
 
 
 class ChatFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What /v1/chat/completions takes; `messages` are looked at one by one."""
+    """The body of /v1/chat/completions; `read_messages` checks each message."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -131,7 +131,7 @@ class ChatFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class CompletionFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What /v1/completions takes; with a `suffix` the gap between the two is filled."""
+    """The body of /v1/completions; with a `suffix`, the answer fills the gap between prompt and suffix."""
 
     prompt: str | list[str | int | list[int]]
     suffix: str | None = None
@@ -141,7 +141,7 @@ class CompletionFields(GenerationFields, frozen=True, kw_only=True, forbid_unkno
 
 
 class FimFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What /v1/fim/completions takes, as Mistral's; without a `suffix` the prompt is continued."""
+    """The body of /v1/fim/completions, as Mistral's; without a `suffix`, the answer continues the prompt."""
 
     prompt: str
     suffix: str | None = None
@@ -150,12 +150,12 @@ class FimFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fiel
 
 # OpenAI's documented default.
 DEFAULT_COMPLETION_TOKENS = 16
-# What a function is described by.
+# The fields of a function's description, and of a custom tool's.
 TOOL_FIELDS = ("name", "description", "parameters", "strict")
 CUSTOM_FIELDS = ("name", "description", "format")
 # Prompts of one body; each is a request of its own.
 MAX_PROMPTS = 128
-# Who may speak. A template that knows more of them is reached by the other wires.
+# The roles of messages. Other roles of a template can be used over ZeroMQ and msgpack-RPC.
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SPECIAL = frozenset("\\.+*?()|[]{}^$#&-~/")
 _SAME_NAME = (
@@ -212,7 +212,7 @@ def _thinking(fields: ChatFields, reader: Fields) -> ThinkingParams:
 
 
 def _for_template(fields: ChatFields, reader: Fields, names: dict[str, str]) -> dict[str, Any]:
-    """What the chat template is told beside the messages; `names` gets the caller's names of the tools."""
+    """Return the chat template's other variables; `names` gets the caller's names of the tools."""
     params: dict[str, Any] = {}
     offered: list[dict[str, Any]] = []
     allowed = allowed_tools(fields.tool_choice)
@@ -258,7 +258,7 @@ class AllowedTools(NamedTuple):
 
 
 def allowed_tools(choice: object) -> AllowedTools | None:
-    """What a choice allows, as chats and responses write it; None where it is of another type.
+    """Read the tools that a choice allows, as chats and responses write it; None for a choice of another type.
 
     Raises:
         InvalidRequest: its mode or its tools are missing.

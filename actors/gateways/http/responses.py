@@ -54,13 +54,13 @@ class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class TextFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is said of the text."""
+    """The options of an answer's text."""
 
     format: TextFormat | None = None
 
 
 class ResponseFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What /v1/responses takes."""
+    """The body of /v1/responses."""
 
     input: str | list[dict[str, Any]]
     model: str | None = None
@@ -543,7 +543,7 @@ class ResponseAnswer:
         return self._event(kind, **self._place(), delta=delta, **more)
 
     def heartbeat(self) -> bytes:
-        """What a stream sends while there is nothing to say: that it has begun, then comments."""
+        """Return the bytes that keep a silent stream alive: its opening events first, then comments."""
         return self._begin() or HEARTBEAT
 
     def ending(self, results: Sequence[Result]) -> bytes:

@@ -73,11 +73,11 @@ HEALTH_TIMEOUT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class HTTPCaller:
-    """Who calls.
+    """The caller of one HTTP request.
 
     Args:
-        client: the account of its machine.
-        tenant: the name that goes with its token; None where no tokens are wanted.
+        client: the account of the caller's machine.
+        tenant: the tenant of the caller's token; None for a service without tokens.
         request_id: the answer's id, for logs and spans.
     """
 
@@ -87,15 +87,15 @@ class HTTPCaller:
 
     @property
     def owner(self) -> str:
-        """Whose conversations it may go on with."""
+        """The owner of the conversations that this caller may continue."""
         return self.client if self.tenant is None else f"tenant:{self.tenant}"
 
 
 class HTTPCalls:
-    """Calls of the Dispatcher, typed.
+    """Typed calls of the Dispatcher.
 
     Args:
-        dispatcher: what the methods do.
+        dispatcher: carries out the methods.
     """
 
     def __init__(self, dispatcher: Dispatcher) -> None:
@@ -103,7 +103,7 @@ class HTTPCalls:
         self._texts: dict[str, TokenTexts] = {}
 
     def texts(self, model: str) -> TokenTexts:
-        """What tokens of a model look like."""
+        """Return the texts of a model's tokens, kept for later requests."""
         if model not in self._texts:
             self._texts[model] = TokenTexts(partial(self._token_text, model))
         return self._texts[model]
@@ -172,7 +172,7 @@ class HTTPCalls:
         await self._call("load_model", {"model": model, "keep_alive": keep_alive}, caller)
 
     async def models(self) -> tuple[ModelCard, ...]:
-        """What is served; asked for each time, since the operator may load and unload adapters."""
+        """Return the served models. Every call asks anew, since the operator may load and unload adapters."""
         answer = await self._call("models", {}, OURSELVES)
         assert isinstance(answer, Models)
         return answer.models
