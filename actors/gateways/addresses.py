@@ -37,7 +37,7 @@ class HTTPAddress:
 
     @property
     def is_loopback(self) -> bool:
-        """True if only this machine can reach it."""
+        """Whether only this machine can reach it."""
         return is_loopback(self.host)
 
     @property

@@ -82,7 +82,7 @@ RETRY_AFTER_FULL_MS = 1000
 
 @dataclass(frozen=True, slots=True)
 class HelloRules:
-    """How the client of a connection gets in.
+    """The rules for the first message of a connection.
 
     Args:
         authenticate: returns the tenant of a token; None admits every client that can reach the address.

@@ -248,7 +248,7 @@ def _block(block: object, path: str, reader: Fields) -> str:
 
 
 class MessageAnswer:
-    """One answer, whole or as events.
+    """An answer of /v1/messages, whole or as events.
 
     Args:
         request: what it answers.
@@ -352,7 +352,7 @@ class MessageAnswer:
 
 
 def _stop(result: Result) -> dict[str, Any]:
-    """Why the answer ended."""
+    """Return the reason for the answer's end, in Anthropic's names."""
     reason = _STOP_REASONS[result.finish_reason]
     if reason == "end_turn" and result.stop_string is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": result.stop_string}

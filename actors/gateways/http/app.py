@@ -84,7 +84,7 @@ _SCHEMAS = "#/components/schemas/{name}"
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One path.
+    """A method and a path, with the function that serves it.
 
     Args:
         path: as Starlette writes it.
@@ -102,7 +102,7 @@ class Endpoint:
 
     @property
     def method(self) -> str:
-        """HTTP's."""
+        """The HTTP method."""
         return self.verb or ("GET" if self.body is None else "POST")
 
     @property
@@ -345,11 +345,11 @@ class ServiceRoutes:
         return JSON({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
-        """One model by its name."""
+        """Describe the model of this name."""
         return JSON(self._card(await self._calls.model(request.path_params["name"])))
 
     def _card(self, card: ModelCard) -> dict[str, Any]:
-        """As OpenAI's, with vLLM's names for the context and an adapter's model, and llama.cpp's for the state."""
+        """Describe a model as OpenAI does, with vLLM's names for context and adapters and llama.cpp's for the state."""
         shown = {"id": card.id, "object": "model", "created": self._created, "owned_by": "genbatch"}
         shown |= {"parent": card.parent, "max_model_len": card.n_ctx, "sampling": card.sampling}
         shown["generates"] = card.generates
@@ -386,7 +386,7 @@ class ServiceRoutes:
         return JSON(answer, headers=reader.headers)
 
     async def count_tokens(self, request: Request) -> Response:
-        """How many tokens a body of Anthropic's API is."""
+        """Count the tokens of a body of Anthropic's API."""
         reader = self._new_fields()
         model, params, names = read_count(decode_json(request.state.body), reader)
         card = await self._calls.model(model)
@@ -409,11 +409,11 @@ class ServiceRoutes:
         return JSON({"prompt": text, "content": text}, headers=reader.headers)  # vLLM's name and llama.cpp's
 
     async def load_model(self, request: Request) -> Response:
-        """Load a model that is served on demand; the answer comes once it is loaded."""
+        """Load a model that is served on demand; answer once it is loaded."""
         return await self._switch(request, None)
 
     async def unload_model(self, request: Request) -> Response:
-        """Unload such a model as soon as it has no open request."""
+        """Unload a model that is served on demand, as soon as it has no open request."""
         return await self._switch(request, 0.0)
 
     async def _switch(self, request: Request, keep_alive: float | None) -> Response:
@@ -442,7 +442,7 @@ class ServiceRoutes:
             raise Forbidden("adapters are for the operator, at an address of this machine that lets nobody else in")
 
     async def health(self, request: Request) -> Response:
-        """200 while new requests are taken and get done, else 503 with the reason in `status`."""
+        """Answer 200 while the service takes requests and completes them, else 503 with the reason in `status`."""
         health = await self._calls.health()
         return JSON(health, 200 if health.status == "ready" else 503)
 

@@ -50,7 +50,7 @@ class BatchEndpoints:
         self._runner = runner
 
     async def upload(self, request: Request) -> Response:
-        """Keeps a file that was sent as a form."""
+        """Store a file that was sent as a form."""
         form = await _form(request)
         try:
             upload, purpose = form.get("file"), form.get("purpose")
@@ -71,7 +71,7 @@ class BatchEndpoints:
         return JSON(_page([_shown_file(file) for file in files], request))
 
     async def file(self, request: Request) -> Response:
-        """One file's name, size and purpose."""
+        """Describe a file: name, size and purpose."""
         return JSON(_shown_file(await self._store.run(self._store.file, _owner(request), request.path_params["id"])))
 
     async def content(self, request: Request) -> Response:
@@ -81,7 +81,7 @@ class BatchEndpoints:
         return Response(content, media_type="application/octet-stream")
 
     async def delete(self, request: Request) -> Response:
-        """Deletes a file that no open batch needs."""
+        """Delete a file that no open batch needs."""
         file_id = request.path_params["id"]
         await self._store.run(self._store.delete_file, _owner(request), file_id)
         return JSON({"id": file_id, "object": "file", "deleted": True})
@@ -117,7 +117,7 @@ class BatchEndpoints:
         return JSON(_page([_shown_batch(batch) for batch in batches], request))
 
     async def batch(self, request: Request) -> Response:
-        """One batch's state."""
+        """Describe a batch."""
         return JSON(_shown_batch(await self._store.run(self._store.batch, _owner(request), request.path_params["id"])))
 
     async def cancel(self, request: Request) -> Response:
@@ -126,7 +126,7 @@ class BatchEndpoints:
 
 
 class NoBatches(BatchEndpoints):
-    """In the place of BatchEndpoints where nothing is stored: every endpoint says how to turn them on."""
+    """Stands in for BatchEndpoints without a directory: each endpoint says how to turn batches on."""
 
     def __init__(self) -> None:
         pass

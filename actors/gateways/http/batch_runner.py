@@ -88,7 +88,7 @@ class BatchLine(msgspec.Struct, frozen=True):
 
 
 class LineFault(NamedTuple):
-    """Why a line is not evaluated, as OpenAI names it."""
+    """The reason for not evaluating a line, in OpenAI's names."""
 
     code: str
     message: str
@@ -261,7 +261,7 @@ class BatchRunner:
 
 
 class _Evaluation:
-    """One batch's requests under way."""
+    """The open requests of one batch."""
 
     def __init__(self, runner: BatchRunner, store: BatchStore, batch: Batch) -> None:
         self._runner = runner
@@ -269,7 +269,7 @@ class _Evaluation:
         self._batch = batch
 
     async def run(self) -> None:
-        """Evaluates every line that has no answer yet."""
+        """Evaluate every line that has no answer yet."""
         todo = await self._store.run(self._todo)
         async with trio.open_nursery() as nursery:
             while True:

@@ -56,7 +56,7 @@ class StoredFile(msgspec.Struct):
 
 
 class Counts(msgspec.Struct):
-    """How many of a batch's requests there are and have ended."""
+    """Counts of a batch's requests."""
 
     total: int = 0
     completed: int = 0
@@ -159,7 +159,7 @@ class BatchStore:
     # Files
 
     def add_file(self, owner: str, filename: str, purpose: str, content: bytes) -> StoredFile:
-        """Keeps a file.
+        """Store a file.
 
         Raises:
             InvalidRequest: there is no room for it.
@@ -190,7 +190,7 @@ class BatchStore:
                 raise
 
     def file(self, owner: str, file_id: str) -> StoredFile:
-        """One of the owner's files, with its size of now.
+        """Return a file of the owner, with its current size.
 
         Raises:
             Refusal: there is none of this id.
@@ -200,16 +200,16 @@ class BatchStore:
         return stored
 
     def files(self, owner: str) -> list[StoredFile]:
-        """The owner's files, the newest first."""
+        """Return the owner's files, the newest first."""
         stored = [self.file(owner, file.id) for file in _all(self._files, StoredFile) if file.owner == owner]
         return sorted(stored, key=lambda file: (-file.created_at, file.id))
 
     def path(self, file_id: str) -> Path:
-        """Where a file's content is."""
+        """Return the path of a file's content."""
         return self._files / file_id
 
     def size(self, file_id: str) -> int:
-        """Bytes of a file."""
+        """Return a file's size in bytes."""
         return self.path(file_id).stat().st_size
 
     def delete_file(self, owner: str, file_id: str) -> None:
@@ -230,7 +230,7 @@ class BatchStore:
     # Batches
 
     def save(self, batch: Batch) -> None:
-        """Keeps a batch's state of now."""
+        """Store a batch's current state."""
         _write(self._batches / f"{batch.id}.json", batch)
 
     def end(self, batch: Batch) -> None:
@@ -253,7 +253,7 @@ class BatchStore:
             logger.exception("the state of batch %s cannot be written", batch.id)
 
     def batch(self, owner: str, batch_id: str) -> Batch:
-        """One of the owner's batches.
+        """Return a batch of the owner.
 
         Raises:
             Refusal: there is none of this id.
@@ -262,12 +262,12 @@ class BatchStore:
         return self._unsaved.get(batch_id, saved)
 
     def batches(self, owner: str) -> list[Batch]:
-        """The owner's batches, the newest first."""
+        """Return the owner's batches, the newest first."""
         batches = [batch for batch in self._all_batches() if batch.owner == owner]
         return sorted(batches, key=lambda batch: (-batch.created_at, batch.id))
 
     def open_batches(self) -> list[Batch]:
-        """Everybody's batches that have not ended, the oldest first."""
+        """Return the batches of all owners that have not ended, the oldest first."""
         batches = [batch for batch in self._all_batches() if batch.status in OPEN]
         return sorted(batches, key=lambda batch: (batch.created_at, batch.id))
 
@@ -289,7 +289,7 @@ def _new_id(prefix: str) -> str:
 
 
 def _write(path: Path, state: StoredFile | Batch) -> None:
-    """Replaces a file whole, so that a kill leaves the old state or the new one."""
+    """Replace a file as a whole, so that a kill leaves the old state or the new one."""
     new = path.with_suffix(".new")
     try:
         new.write_bytes(msgspec.json.encode(state))

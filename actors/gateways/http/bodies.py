@@ -45,7 +45,7 @@ _CONTAINERS = {list, dict}
 
 
 def decode_json(body: bytes) -> dict[str, Any]:
-    """One JSON object.
+    """Parse one JSON object.
 
     Raises:
         MalformedMessage: no JSON, not UTF-8, NaN or an infinity, a key twice in one object, nested too deeply.
@@ -94,7 +94,7 @@ _HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 
 
 class JSON(Response):
-    """`content` as JSON.
+    """A response with `content` as JSON.
 
     Args:
         content: what msgspec can encode.
@@ -175,7 +175,7 @@ def _status(error: GenbatchError) -> int:
 
 
 def _valid(text: str | None) -> str | None:
-    """Text that quotes what a client sent, which may be half a surrogate pair, as it can be sent back."""
+    """Return a text that can be encoded, of one that quotes a client and may have half a surrogate pair."""
     return None if text is None else text.encode(errors="backslashreplace").decode()
 
 
@@ -198,7 +198,7 @@ def api_response(error: GenbatchError, path: str = "") -> Response:
 
 
 def renamed(error: GenbatchError, names: dict[str, str]) -> GenbatchError:
-    """`error` about the parameter that the caller wrote, where it became one of another name."""
+    """Return the error with the caller's name of the parameter."""
     field = error.field or ""
     for ours, theirs in names.items():
         if field == ours or field.startswith((f"{ours}[", f"{ours}.")):
@@ -213,7 +213,7 @@ _AS_JSON = ("messages", "tools", "tool_choice", "response_format", "grammar", "r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HTTPRequest:
-    """One body.
+    """A request made of one HTTP body.
 
     Args:
         model: as it was named; None for the first model.
@@ -472,7 +472,7 @@ class Fields:
         return taken
 
     def ignore(self, path: str) -> None:
-        """Names a part of the body that has no effect."""
+        """Note a part of the body that has no effect."""
         if len(self._ignored) < MAX_NAMED:
             self._ignored[_NO_NAME.sub("?", _INDEX.sub("[]", path))[:MAX_NAME_LENGTH]] = None
 
@@ -487,7 +487,7 @@ class Fields:
         return known
 
     def _leave(self, path: str, value: object) -> None:
-        """Judges a field that the endpoint does not use."""
+        """Refuse or ignore a field that the endpoint does not use."""
         plain = _INDEX.sub("", path)
         if plain in ACCEPTED:
             return
@@ -516,7 +516,7 @@ EFFORT_NAMES = get_args(Effort)
 
 
 class ThinkingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Anthropic's `thinking`.
+    """The `thinking` object of Anthropic's bodies.
 
     Args:
         type: "disabled" for no thinking; "enabled" or "adaptive" for some.
@@ -542,7 +542,7 @@ class ReasoningFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class ThinkingParams:
-    """Collects the parameters of one body; a field that is None is not given.
+    """Collects the parameters of thinking from one body; None in a field means that it was left out.
 
     Args:
         reader: remembers which fields are ignored.

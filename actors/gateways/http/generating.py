@@ -36,7 +36,7 @@ CountTokens = Callable[[str, str], Awaitable[int]]
 
 @dataclass(frozen=True, slots=True)
 class GapFormat:
-    """How a family of models writes a gap: each of `marks` with the one of `parts` that follows it."""
+    """A model family's notation of a gap: each of `marks` is followed by the part with its name in `parts`."""
 
     marks: tuple[str, ...]
     parts: tuple[str, ...]
@@ -60,7 +60,7 @@ FORMATS = (
 
 
 class FillIn:
-    """Knows the marks of each model that somebody has asked it about.
+    """Knows the gap marks of each model that a request has asked for.
 
     Args:
         count_tokens: how many tokens of a model a text is.
@@ -118,17 +118,17 @@ class TokenQueue:
         self._changed.set()
 
     def end(self, results: Sequence[Result]) -> None:
-        """Nothing follows."""
+        """End the queue after the last token."""
         self.results = results
         self._end()
 
     def fail(self, error: GenbatchError) -> None:
-        """Nothing follows, for this reason."""
+        """End the queue with an error."""
         self.error = error
         self._end()
 
     async def take(self, until: float) -> list[tuple[int, Token]]:
-        """All that waits, with its choices. Waits for a token, the end or a time; the list may then be empty.
+        """Return all waiting tokens with their choices; wait for a token, the end or a time, so the list may be empty.
 
         Args:
             until: seconds on the event loop's clock.
@@ -173,7 +173,7 @@ class HTTPAnswer(Protocol):
 
 
 class Generating:
-    """POST of a body, answered with its results.
+    """Serves POST requests that generate.
 
     Args:
         read: what a body asks for.
@@ -293,7 +293,7 @@ class Generating:
 
 
 class Messages(Generating):
-    """Anthropic's /v1/messages."""
+    """Serves Anthropic's /v1/messages."""
 
     def _answer(self, request: HTTPRequest, model: str, caller: HTTPCaller) -> HTTPAnswer:
         return MessageAnswer(request, model)
@@ -351,7 +351,7 @@ def _with_headers(send: Send, headers: dict[str, str]) -> Send:
 
 
 def _grouped(taken: Sequence[tuple[int, Token]]) -> list[tuple[int, list[Token]]]:
-    """One token an event; when there are many, those of a choice together, in the order they came in."""
+    """Group tokens by event: one token an event, or all waiting tokens of a choice when many wait."""
     if len(taken) <= MAX_EVENTS:
         return [(choice, [token]) for choice, token in taken]
     by_choice: dict[int, list[Token]] = {}

@@ -76,7 +76,7 @@ VERSIONS = frozenset((b"1.1", HTTP_1_0))
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """Both ends of a connection, as ASGI names them."""
+    """The addresses of both ends of a connection, as ASGI names them."""
 
     scheme: str
     client: tuple[str, int] | None
@@ -307,7 +307,7 @@ class HTTPConnection:
             await trio.sleep(LOOK_S)
 
     def _probe(self) -> bytes | None:
-        """Bytes without a meaning; the machine of a client that has closed its end answers them with a reset.
+        """Send bytes without a meaning: the machine of a client that has closed its end answers with a reset.
 
         Before the response "102 Processing", which HTTP/1.1 lets a server send at any time; among events a comment.
         HTTP/1.0 has neither before the response: there it is a byte of TCP's urgent data, which no reader of the
@@ -397,7 +397,7 @@ def _check_framing(version: bytes, names: set[bytes]) -> None:
 
 
 def _split_target(target: bytes) -> tuple[bytes, bytes]:
-    """HOST and PATH?QUERY of an absolute address.
+    """Split an absolute address into HOST, PORT, and PATH?QUERY.
 
     Raises:
         Refusal: it is none.
@@ -412,7 +412,7 @@ def _split_target(target: bytes) -> tuple[bytes, bytes]:
 
 @lru_cache(maxsize=1)
 def _date(second: int) -> bytes:
-    """HTTP's form of a time."""
+    """Return a time in HTTP's format."""
     return formatdate(second, usegmt=True).encode()
 
 
@@ -513,7 +513,7 @@ class HTTPGateway:
 
     @property
     def num_connections(self) -> int:
-        """Clients that are connected."""
+        """The number of connected clients."""
         return len(self._connections)
 
     def retire(self) -> None:
@@ -536,7 +536,7 @@ class HTTPGateway:
                 late.cancel_scope.cancel()
 
     async def _serve(self, stream: trio.SocketStream) -> None:
-        """One connection's life."""
+        """Serve one connection to its end."""
         try:
             # Pushed out while none of its requests is under way.
             with trio.CancelScope() as scope, self._limit.seat(scope.cancel) as seat:

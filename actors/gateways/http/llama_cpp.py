@@ -251,7 +251,7 @@ class LlamaCppAnswer:
         }
 
     def _timings(self, usage: Usage) -> dict[str, Any]:
-        """How long the prompt and the answer took: known of a stream only, where the first token is seen."""
+        """Return the times of prompt and answer; they are known only of a stream, which shows its first token."""
         evaluated = usage.prompt_tokens - usage.cached_tokens
         counts = {"cache_n": usage.cached_tokens, "prompt_n": evaluated, "predicted_n": usage.completion_tokens}
         if self._first is None:
@@ -279,7 +279,7 @@ def _event(record: dict[str, Any]) -> bytes:
 
 
 class LlamaCppGenerating(Generating):
-    """/completion and /infill."""
+    """Serves /completion and /infill."""
 
     def _answer(self, request: HTTPRequest, model: str, caller: HTTPCaller) -> HTTPAnswer:
         return LlamaCppAnswer(request, model, self._calls.texts(model))
@@ -319,7 +319,7 @@ class LlamaCppRoutes:
         return JSON(answer | {"modalities": modalities, "build_info": "genbatch"})
 
     async def slots(self, request: Request) -> Response:
-        """How many slots are taken. The first ones count as taken, and nothing tells of what they do."""
+        """Describe the slots. The first ones count as busy; their requests are not shown."""
         query = request.query_params
         card = await self._calls.known_model(query.get("model"), request.state.caller)
         stats = await self._calls.stats(request.state.caller)

@@ -63,7 +63,7 @@ _NAMES = llama_names("options.") | {
 
 
 class OllamaOptions(LlamaSampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to draw.
+    """Ollama's sampling parameters.
 
     Args:
         num_predict: most tokens; -1 and -2 are as many as there is room for.
@@ -319,7 +319,7 @@ def _calls(calls: object, path: str) -> list[dict[str, Any]]:
 
 
 class OllamaAnswer:
-    """One answer, whole or as JSON lines.
+    """An answer of Ollama's API, whole or as JSON lines.
 
     Args:
         model: the model's id.
@@ -517,7 +517,7 @@ class OllamaModels:
         return JSON({"models": rows})
 
     async def show(self, request: Request) -> Response:
-        """One model: its context length, and whether it takes tools."""
+        """Describe a model: its context length, and whether it takes tools."""
         fields = self._new_fields().read(decode_json(request.state.body), OllamaShowFields)
         name = fields.model or fields.name
         if name is None:

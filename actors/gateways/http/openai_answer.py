@@ -38,7 +38,7 @@ def _named(text: str, logprob: float) -> dict[str, Any]:
 
 
 class LogprobTable:
-    """Four lists with an entry a token, as completions have them.
+    """Log-probs as completions show them: four lists with an entry for each token.
 
     Args:
         texts: where the tokens' texts are.
@@ -60,7 +60,7 @@ class LogprobTable:
         self._tops.append(None)
 
     def add(self, entries: Sequence[TokenLogprob]) -> None:
-        """Further tokens."""
+        """Add tokens."""
         for entry in entries:
             text = self._texts[entry.token_id]
             self._place(text)
@@ -93,7 +93,7 @@ _OBJECTS = {True: ("chatcmpl-", "chat.completion"), False: ("cmpl-", "text_compl
 
 
 class OpenAIAnswer:
-    """One answer; its events are encoded around a head and a tail that are made once, for there is one a token.
+    """An answer; all its events share a head and a tail, which are encoded once.
 
     Args:
         request: what it answers.
@@ -215,7 +215,7 @@ class OpenAIAnswer:
         return opening + parts + self._event(index, body, logprobs, b"null")
 
     def _reasoning_and_calls(self, index: int, tokens: Sequence[Token]) -> bytes:
-        """Events with thinking and pieces of calls, in the order they were written."""
+        """Encode thinking and pieces of calls as events, in the order in which they were written."""
         events = []
         for token in tokens:
             if token.reasoning:
@@ -240,7 +240,7 @@ class OpenAIAnswer:
         return {"index": piece.index, "id": piece.id, "type": kind, kind: {"name": piece.name, **more}}
 
     def _last_inputs(self, index: int) -> bytes:
-        """Events with the rest of the inputs of this choice's custom tools."""
+        """Encode the remaining inputs of this choice's custom tools as events."""
         rests = {call: reader.finish() for (choice, call), reader in self._inputs.items() if choice == index}
         pieces = [{"index": call, "custom": {"input": rest}} for call, rest in rests.items() if rest]
         return b"".join(self._call_event(index, piece) for piece in pieces)
@@ -308,7 +308,7 @@ def _message(choice: Choice, custom: frozenset[str]) -> dict[str, Any]:
 
 
 def _thought(text: str) -> dict[str, str]:
-    """Thinking, under DeepSeek's name for it and under the one of vLLM and OpenRouter."""
+    """Return thinking under DeepSeek's name for it, and under vLLM's and OpenRouter's."""
     return {"reasoning_content": text, "reasoning": text}
 
 

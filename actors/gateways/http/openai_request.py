@@ -23,7 +23,7 @@ from genbatch.proto.errors import InvalidRequest
 
 
 class StreamExtras(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a stream tells what it cost.
+    """The options of a stream: whether it reports its usage.
 
     Args:
         include_usage: one more chunk, with the usage and no choices, before the end.

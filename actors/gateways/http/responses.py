@@ -97,7 +97,7 @@ class Conversations:
         self._size = 0
 
     def remember(self, owner: str, response_id: str, messages: list[dict[str, Any]]) -> None:
-        """Keeps a conversation; the oldest give way."""
+        """Keep a conversation; the oldest conversations are dropped for it."""
         size = len(to_json(messages))
         # guard: size of one remembered conversation
         if size > MAX_REMEMBERED_CHARS:
@@ -373,7 +373,7 @@ def _content(content: object, path: str, reader: Fields) -> str:
 
 
 class ResponseAnswer:
-    """One answer, whole or as events.
+    """An answer of /v1/responses, whole or as events.
 
     Args:
         request: what it answers.

@@ -33,7 +33,7 @@ TextOf = Callable[[int], Awaitable[str]]
 
 
 class TokenTexts:
-    """Remembers the text of each token it was asked for; the vocabulary bounds how many those are.
+    """Caches the texts of tokens; the vocabulary bounds their number.
 
     Args:
         detokenize: the text of one token id, by itself.
@@ -55,13 +55,13 @@ class TokenTexts:
 
 
 class TokenNames(TokenTexts):
-    """In the place of TokenTexts where the caller wants ids: no two tokens have the same name."""
+    """Stands in for TokenTexts for callers that want ids: each token has a name of its own."""
 
     def __init__(self) -> None:
         pass
 
     async def learn(self, token_ids: Iterable[int]) -> None:
-        """Nothing is to be learned."""
+        """Do nothing: the names need no look-up."""
 
     def __getitem__(self, token_id: int) -> str:
         return f"token_id:{token_id}"
@@ -111,7 +111,7 @@ class HTTPCalls:
     async def generate(
         self, request: GenerateRequest, caller: HTTPCaller, on_token: Callable[[Token], None] | None
     ) -> Result:
-        """One request; cancelling the caller's scope frees its sequence."""
+        """Run one request; cancelling the caller's scope frees its sequences."""
         result = await self._call("generate" if on_token is None else "stream", request, caller, on_token)
         assert isinstance(result, Result)
         return result
@@ -160,7 +160,7 @@ class HTTPCalls:
         raise ModelNotFound(f"the model {str(name)[:128]!r} is not served here; there is {served}", field="model")
 
     async def known_model(self, name: str | None, caller: HTTPCaller) -> ModelCard:
-        """As `model`, with all that is known of a model once it was loaded: a model that was not is loaded."""
+        """Return a model's card as `model` does, with all its facts: a model on demand is loaded first."""
         card = await self.model(name)
         if card.n_ctx:
             return card
@@ -168,7 +168,7 @@ class HTTPCalls:
         return await self.model(name)
 
     async def load_model(self, model: str, keep_alive: float | None, caller: HTTPCaller) -> None:
-        """Load a model that is served on demand; with a `keep_alive` of 0 it is unloaded instead."""
+        """Load a model that is served on demand; a `keep_alive` of 0 unloads it instead."""
         await self._call("load_model", {"model": model, "keep_alive": keep_alive}, caller)
 
     async def models(self) -> tuple[ModelCard, ...]:
@@ -178,11 +178,11 @@ class HTTPCalls:
         return answer.models
 
     async def load_adapter(self, name: str, path: str, caller: HTTPCaller) -> None:
-        """Has an adapter served, too."""
+        """Load a LoRA adapter and serve it."""
         await self._call("load_adapter", {"name": name, "path": path}, caller)
 
     async def unload_adapter(self, name: str, caller: HTTPCaller) -> None:
-        """Has an adapter served no longer; returns when its requests have ended."""
+        """Unload a LoRA adapter; return after the end of its requests."""
         await self._call("unload_adapter", {"name": name}, caller)
 
     async def stats(self, caller: HTTPCaller) -> dict[str, Any]:
@@ -225,7 +225,7 @@ class OpenCalls:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Around a call.
+        """Surround one call.
 
         Raises:
             Unavailable: the gateway stops, or has stopped.
@@ -291,7 +291,7 @@ class Front:
         self._room = MessageRoom(MAX_HALF_MESSAGES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request to the endpoints, or answer it."""
+        """Pass a request to its endpoint, or answer it with the refusal."""
         origin = Headers(scope=scope).get("origin")
         if origin is not None and origin.lower() in self._origins:
             send = _open_to(origin, send)

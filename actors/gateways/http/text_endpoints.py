@@ -32,7 +32,7 @@ TextAnswer = Callable[[HTTPCalls, TextBody, ModelCard, HTTPCaller], Awaitable[ob
 
 
 class TextEndpoint(Generic[TextBody]):
-    """POST of texts, answered once all of them are read.
+    """Serves POST requests with texts to read.
 
     Args:
         body: the type of a body; it has a field `model`.
@@ -125,7 +125,7 @@ class RerankFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 async def rerank(calls: HTTPCalls, fields: RerankFields, card: ModelCard, caller: HTTPCaller) -> object:
-    """Documents by their relevance, in the shape that Jina, Cohere's older API and vLLM share."""
+    """Rank documents by relevance, in the shape that Jina, Cohere's older API and vLLM share."""
     _check_scores(card)
     if (fields.documents is None) == (fields.texts is None):
         raise InvalidRequest("documents", "give exactly one of documents and texts")
@@ -158,7 +158,7 @@ async def rerank(calls: HTTPCalls, fields: RerankFields, card: ModelCard, caller
 
 
 async def rerank_cut(calls: HTTPCalls, fields: RerankFields, card: ModelCard, caller: HTTPCaller) -> object:
-    """As `rerank`, by the defaults of Cohere's newer API: long documents are cut, and results have no document."""
+    """Rank documents by the defaults of Cohere's newer API: long documents are cut, and results have no document."""
     defaults = {"truncate": True, "return_documents": False}
     missing = {name: value for name, value in defaults.items() if getattr(fields, name) is None}
     return await rerank(calls, msgspec.structs.replace(fields, **missing), card, caller)
