@@ -35,7 +35,7 @@ def fit(measured: Sequence[tuple[StepWork, float]]) -> StepTime:
 
 
 def least_squares(columns: Vector, targets: Vector) -> list[float]:
-    """Least squares with no factor below 0: a column with a negative factor is taken out, and the rest fitted anew."""
+    """Return the least squares with no factor below 0: drop a column with a negative factor, and fit the rest anew."""
     kept = [place for place in range(columns.shape[1]) if columns[:, place].any()]
     sizes = np.abs(columns).max(axis=0)
     factors = [0.0] * columns.shape[1]
@@ -94,7 +94,7 @@ class StepTimeModel:
         self._chance = _CHANCE**2  # the variance of a step's time, as a share of it
 
     def took(self, work: StepWork, seconds: float) -> None:
-        """Learns of a step that took so long; a clock that stood still says nothing."""
+        """Learn from a step and its seconds; a step of no time is ignored."""
         if seconds <= 0:
             return
         row = np.array(work.row(), float)
@@ -124,7 +124,7 @@ class StepTimeModel:
         self._chance += _NEWEST * (newest - self._chance)
 
     def _cap(self) -> None:
-        """Keeps the doubts of costs that are not seen from growing without end."""
+        """Bound the doubts of costs that are not seen, which grow with every step."""
         most = _MOST_DOUBT * np.maximum(self._costs, _NOTHING)
         too_much = np.sqrt(np.maximum(self._doubt.diagonal() / most**2, 1.0))
         if (too_much > 1.0).any():

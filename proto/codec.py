@@ -60,7 +60,7 @@ WALKER_BYTES = 2**12
 
 
 class StreamBroken(Exception):
-    """Where the next message begins cannot be told any more: the connection must end.
+    """The next message's beginning cannot be found any more, so the connection must end.
 
     Args:
         head: the bytes that have arrived of the message at fault.
@@ -74,7 +74,7 @@ class StreamBroken(Exception):
 
 
 class MessageSplitter:
-    """One direction of one connection.
+    """Splits one direction of a connection into messages.
 
     Args:
         max_bytes: of a message; a longer one breaks the stream.
@@ -93,7 +93,7 @@ class MessageSplitter:
 
     @property
     def num_held(self) -> int:
-        """Bytes of the message that is arriving; its memory is two to three times as much."""
+        """Bytes of the unfinished message; its memory is two to three times as much."""
         return len(self._held)
 
     def clear(self) -> None:
@@ -198,7 +198,7 @@ def _parts(value: object, path: str) -> Iterator[tuple[str, object]]:
 
 
 def decode(data: bytes, limits: DecodeLimits | None) -> Any:
-    """Exactly one message as plain data: None, bool, int, float, str, bytes, list, dict.
+    """Decode exactly one message to plain data: None, bool, int, float, str, bytes, list, dict.
 
     Args:
         limits: None for a message of a process that is trusted.
@@ -321,7 +321,7 @@ class _Containers:
 
 
 def _refuse_extension(code: int, data: bytes) -> None:
-    """For those without content, which pass the limit on their length."""
+    """Refuse an extension type; one without content passes the limit on lengths."""
     raise ValueError(f"extension type {code}")
 
 

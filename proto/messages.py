@@ -358,7 +358,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        """All answers, at least one."""
+        """All answers; there is at least one."""
         return self.several or (Choice(**{name: getattr(self, name) for name in Choice.__struct_fields__}),)
 
 

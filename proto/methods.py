@@ -125,7 +125,7 @@ _BY_REQUEST = {row.request: row for row in _ROWS if not row.streams}
 
 
 def lane_of(request: object) -> Lane | None:
-    """How a method's request travels to the Batcher; None for other messages."""
+    """Return the lane of a method's request; None for other messages."""
     method = method_of(request)
     return None if method is None else method.lane
 

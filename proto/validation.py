@@ -271,7 +271,7 @@ def validate_request(request: GenerateRequest, limits: RequestLimits) -> None:
 
 
 def validate_text(request: PromptRequest, limits: RequestLimits) -> None:
-    """As `validate_request`; the prompt may be empty."""
+    """Validate a request to tokenize, whose prompt may be empty; raises as `validate_request`."""
     check_type(msgspec.structs.asdict(request), type(request))
     if _check_given(request, ("prompt", "messages")) == "messages" and not request.messages:
         raise InvalidRequest("messages", "is empty")
@@ -281,7 +281,7 @@ def validate_text(request: PromptRequest, limits: RequestLimits) -> None:
 
 
 def validate_detokenize(request: DetokenizeRequest) -> None:
-    """As `validate_request`."""
+    """Validate a request to detokenize; raises as `validate_request`."""
     check_type(msgspec.structs.asdict(request), DetokenizeRequest)
     _check_token_ids(request.token_ids)
 
@@ -303,7 +303,7 @@ def validate_session(request: SessionRequest) -> None:
 
 
 def validate_embed(request: EmbedRequest, limits: RequestLimits) -> None:
-    """As `validate_request`."""
+    """Validate a request to embed; raises as `validate_request`."""
     check_type(msgspec.structs.asdict(request), EmbedRequest)
     kinds = {str} if isinstance(request.input, str) else set(map(type, request.input))
     if not kinds:
@@ -330,7 +330,7 @@ def validate_embed(request: EmbedRequest, limits: RequestLimits) -> None:
 
 
 def validate_score(request: ScoreRequest, limits: RequestLimits) -> None:
-    """As `validate_request`."""
+    """Validate a request to score; raises as `validate_request`."""
     check_type(msgspec.structs.asdict(request), ScoreRequest)
     if not request.documents:
         raise InvalidRequest("documents", "is empty")
@@ -362,13 +362,13 @@ def validate_texts(request: EmbedRequest | ScoreRequest, limits: RequestLimits) 
 
 
 def validate_drain(request: DrainRequest) -> None:
-    """As `validate_request`."""
+    """Validate a request to drain; raises as `validate_request`."""
     check_type(msgspec.structs.asdict(request), DrainRequest)
     _check_range("timeout_s", request.timeout_s, 0, MAX_DRAIN_S)
 
 
 def validate_load_adapter(request: LoadAdapterRequest) -> None:
-    """As `validate_request`."""
+    """Validate a request to load an adapter; raises as `validate_request`."""
     check_type(msgspec.structs.asdict(request), LoadAdapterRequest)
     _check_text("name", request.name, MAX_NAME_LENGTH)
     _check_text("path", request.path, MAX_PATH_LENGTH)
@@ -377,7 +377,7 @@ def validate_load_adapter(request: LoadAdapterRequest) -> None:
 
 
 def validate_load_model(request: LoadModelRequest) -> None:
-    """As `validate_request`."""
+    """Validate a request to load a model; raises as `validate_request`."""
     check_type(msgspec.structs.asdict(request), LoadModelRequest)
     if request.model is not None:
         _check_text("model", request.model, MAX_NAME_LENGTH)
@@ -386,7 +386,7 @@ def validate_load_model(request: LoadModelRequest) -> None:
 
 
 def validate_unload_adapter(request: UnloadAdapterRequest) -> None:
-    """As `validate_request`."""
+    """Validate a request to unload an adapter; raises as `validate_request`."""
     check_type(msgspec.structs.asdict(request), UnloadAdapterRequest)
     _check_text("name", request.name, MAX_NAME_LENGTH)
     _check_range("timeout_s", request.timeout_s, 0, MAX_DRAIN_S)
@@ -558,7 +558,7 @@ def _check_stopping(request: GenerateRequest, limits: RequestLimits) -> None:
 
 
 def _check_given_range(field: str, value: float | None, low: float, high: float, *, above: bool = False) -> None:
-    """As `_check_range`, but None is allowed."""
+    """Check a range as `_check_range` does; None is allowed."""
     if value is not None:
         _check_range(field, value, low, high, above=above)
 

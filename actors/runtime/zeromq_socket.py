@@ -85,7 +85,7 @@ class ZeroMQSocket:
             self._has_user_ids = True  # of others it would be the peer's own claim
 
     def bind(self, address: str) -> str:
-        """Listens; returns the address, with the port that was chosen for a port of 0 or "*"."""
+        """Listen at an address; return it, with the chosen port for a port of 0 or "*"."""
         self._socket.bind(address)
         last = self._socket.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(last, bytes)
@@ -96,7 +96,7 @@ class ZeroMQSocket:
         self._socket.unbind(address)
 
     def connect(self, address: str) -> None:
-        """Connects in the background, now and whenever the connection is lost."""
+        """Connect in the background, now and whenever the connection is lost."""
         self._socket.connect(address)
 
     def monitor(self, events: int) -> "zmq.Socket[bytes]":
@@ -108,7 +108,7 @@ class ZeroMQSocket:
         return monitor
 
     def stop_monitor(self) -> None:
-        """No more messages for the monitor."""
+        """End the monitor's messages."""
         if not self._closed:
             self._socket.disable_monitor()
 
@@ -125,7 +125,7 @@ class ZeroMQSocket:
         return await self._operate(partial(_take, self._recv_now, max_messages), self._receivers, zmq.POLLIN)
 
     async def recv_many_signed(self, max_messages: int, max_bytes: int) -> list["Signed"]:
-        """As `recv_many`, with who sent each message; for sockets that others connect to.
+        """Receive as `recv_many`, with the sender of each message; for sockets that others connect to.
 
         Returns fewer messages, or none, if ignored clients have sent many.
 
@@ -161,7 +161,7 @@ class ZeroMQSocket:
             self._dispatch()  # looking may have eaten the descriptor's edge
 
     async def send(self, parts: Sequence[bytes]) -> None:
-        """Hands a message to ZeroMQ, waiting while the peers' queues are full.
+        """Hand a message to ZeroMQ; wait while the peers' queues are full.
 
         Raises:
             trio.ClosedResourceError: the socket was closed.
@@ -170,7 +170,7 @@ class ZeroMQSocket:
         await self._operate(lambda: self._send_now(parts), self._senders, zmq.POLLOUT)
 
     def try_send(self, parts: Sequence[bytes]) -> bool:
-        """Hands a message to ZeroMQ unless that would mean waiting; returns whether it was taken.
+        """Hand a message to ZeroMQ without waiting; return whether ZeroMQ took it.
 
         Raises: as `send` does.
         """
@@ -180,7 +180,7 @@ class ZeroMQSocket:
             self._dispatch()
 
     def try_send_unsettled(self, parts: Sequence[bytes]) -> bool:
-        """As `try_send`, in a row of several: `settle` must follow before anything is awaited."""
+        """Send as `try_send`, several messages in a row; call `settle` after them, before any await."""
         self._check_open()
         try:
             self._send_now(parts)
@@ -189,7 +189,7 @@ class ZeroMQSocket:
         return True
 
     def settle(self) -> None:
-        """Wakes whoever may go on after what was sent."""
+        """Wake the tasks that can continue after the sent messages."""
         self._dispatch()
 
     def close(self, linger_ms: int = 0) -> None:
@@ -204,7 +204,7 @@ class ZeroMQSocket:
         self._socket.close(linger_ms)
 
     async def pump(self) -> None:
-        """Wakes the tasks that wait; the only task that waits for the file descriptor."""
+        """Wake the waiting tasks; this task alone waits for the file descriptor."""
         try:
             while not self._closed:
                 self._dispatch()
@@ -213,7 +213,7 @@ class ZeroMQSocket:
             return
 
     def _dispatch(self) -> None:
-        """Wakes whoever may go on; called after each operation too, which may have eaten the descriptor's edge."""
+        """Wake the tasks that can continue; each operation calls this, since it may consume the descriptor's edge."""
         if self._closed:
             return
         events = self._events()
@@ -315,7 +315,7 @@ def _property(frame: zmq.Frame, name: int | str) -> int | str | None:
 
 
 def _take(take_one: Callable[[], T], max_messages: int) -> list[T]:
-    """One message, or zmq.Again, and those behind it."""
+    """Take one message, or zmq.Again, and the messages behind it."""
     messages = [take_one()]
     try:
         while len(messages) < max_messages:

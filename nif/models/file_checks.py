@@ -190,7 +190,7 @@ def _is_number(value: object) -> bool:
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value that is no container, with the name of the field that it is in."""
+    """Iterate over the values that are no containers, each with the name of its field."""
     left = [(name, value)]
     while left:
         name, value = left.pop()
@@ -294,7 +294,7 @@ def check_all_used(
 def check_complete(
     source: str, kind: str, config: Any, make: Callable[[], "PreTrainedModel"], weights: WeightSource
 ) -> "PreTrainedModel":
-    """Compares the tensors of a module with those of its files, before any of them is read.
+    """Compare the tensors of a module with those of its files, before any of them is read.
 
     Args:
         kind: the name of transformers' class, which has an Architecture.
@@ -349,7 +349,7 @@ def check_complete(
 
 
 def _check_layers(source: str, config: Any, layers: Collection[str], names: Collection[str]) -> None:
-    """Bounds the number of layers by those of the file; a layer more would be found missing in the module."""
+    """Compare the number of layers with the file's: the module would lack the weights of further layers."""
     starts = "|".join(map(re.escape, sorted(layers))).replace(r"\{\}", r"(?:\d{1,6})")
     numbers = re.compile(f"({starts}).*")
     count = len({match[1] for name in names if (match := numbers.fullmatch(name))})
@@ -360,7 +360,7 @@ def _check_layers(source: str, config: Any, layers: Collection[str], names: Coll
 
 
 def _latent_pairs(architecture: Architecture, num_layers: int, names: Collection[str]) -> dict[str, tuple[str, str]]:
-    """By a module's tensor of keys and values, the two that some files have in its place."""
+    """Map a module's tensor of keys and values to the two tensors that some files have in its place."""
     latent = architecture.latent
     if latent is None:
         return {}
@@ -373,7 +373,7 @@ def _latent_pairs(architecture: Architecture, num_layers: int, names: Collection
 
 
 def _expert_names(architecture: Architecture, num_layers: int) -> Iterator[str]:
-    """Every name that a tensor of experts may have; a file has one of three forms."""
+    """Return every name that a tensor of experts may have; a file has one of three forms."""
     experts, tensors = architecture.experts, architecture.tensors
     assert experts is not None
     for layer in range(num_layers) if experts.layers is None else experts.layers:
@@ -433,7 +433,7 @@ def _on_meta(source: str, make: Callable[[], "PreTrainedModel"]) -> "PreTrainedM
 
 
 def check_finite(source: str, hf: torch.nn.Module) -> None:
-    """Looks for NaN and infinities in the weights of a module in memory.
+    """Look for NaN and infinities in the weights of a module in memory.
 
     Raises:
         ModelError: there is one; the reason names the tensor.

@@ -290,7 +290,7 @@ class GgufWeights:
         self._file.release()
 
     def _add(self, stored: str) -> None:
-        """Enters the names of a stored tensor, its own where the family has none for it."""
+        """Enter the names of a stored tensor: its own, unless the family has names for it."""
         match = _LAYER.fullmatch(stored)
         per_head = None if match is None else self._family.per_head.get(match[2])
         if match is not None and match[3] == "weight" and match[2] in self._family.joined:
@@ -335,7 +335,7 @@ class GgufWeights:
         return StoredTensor(name, kind, shape, rows, order)
 
     def _mixed_order(self, name: str, count: int) -> np.ndarray:
-        """For each row of a module's in_proj_qkvz the file's row, which has all queries, keys, values and gates."""
+        """Return the file's row for each row of in_proj_qkvz; the file has queries, keys, values and gates in turn."""
         config = self._config
         keys, values = config.linear_num_key_heads, config.linear_num_value_heads * config.linear_value_head_dim
         sizes = (keys * config.linear_key_head_dim,) * 2 + (values,) * 2
@@ -352,7 +352,7 @@ class GgufWeights:
         return StoredTensor(stored.name, "F32", stored.shape, rows)
 
     def _grouped(self, size: int) -> np.ndarray:
-        """Undoes turns of key heads: for each row of values, of `size` a head, where the file has it."""
+        """Return for each row of values, `size` a head, the file's row, which has the key heads in turn."""
         keys, heads = self._config.linear_num_key_heads, self._config.linear_num_value_heads
         return np.arange(heads * size).reshape(heads // keys, keys, size).swapaxes(0, 1).reshape(-1)
 
@@ -363,7 +363,7 @@ class GgufWeights:
         return None if np.array_equal(order, np.arange(len(order))) else order
 
     def _value_order(self, name: str, count: int) -> np.ndarray | None:
-        """As `_order`, of the rows of a recurrent layer that belong to heads of values."""
+        """Return the order, as `_order` does, of a recurrent layer's rows that belong to heads of values."""
         if ".linear_attn." not in name or "norm" in name or "out_proj" in name:
             return None
         heads = self._config.linear_num_value_heads
@@ -376,7 +376,7 @@ class GgufWeights:
         return np.concatenate((np.arange(before), before + self._grouped(self._config.linear_value_head_dim)))
 
     def _order(self, name: str, count: int) -> np.ndarray | None:
-        """For each row of a module's tensor the row of the file's; None where they lie in the same order.
+        """Return for each row of a module's tensor the file's row; None if the order is the same.
 
         Undoes what llama.cpp's converter does to Llama's queries and keys, and to GPT-NeoX's.
         """

@@ -44,7 +44,7 @@ class CachedModel:
 
 
 def download(source: str, progress: Progress) -> Path:
-    """Download what is missing of a model, and return its directory.
+    """Download the missing files of a model, and return its directory.
 
     Args:
         progress: called with the stage "download" and bytes.

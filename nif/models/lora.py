@@ -346,7 +346,7 @@ class _Scales:
 
 
 def _targets(model: "Model") -> dict[str, tuple[int, int]]:
-    """(outputs, inputs) of every linear that can be adapted, by its name: those that every runner computes."""
+    """Return (outputs, inputs) of every linear that an adapter may change, by name: all runners compute these."""
     hf: Any = model.hf
     linears = {
         name: (module.out_features, module.in_features)
@@ -448,7 +448,7 @@ def _read_tensors(
 
 
 def _parsed(refuse: Any, key: str) -> tuple[str, str]:
-    """Module and matrix of a tensor's name."""
+    """Split a tensor's name into its module and its matrix."""
     shown = key[:256]
     for part, reason in _REFUSED_TENSORS.items():
         if part in key:

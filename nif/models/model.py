@@ -668,7 +668,7 @@ def _merged_latents(files: _Files, tensors: dict[str, torch.Tensor]) -> dict[str
 
 
 def _stack_experts(experts: ExpertNames, tensors: dict[str, torch.Tensor]) -> None:
-    """Puts matrices that each expert has of its own into one tensor, in place."""
+    """Stack the matrices of separate experts into one tensor, in place."""
     for single, stacked in zip(experts.single, experts.stacked, strict=True):
         first = f"{single.format(0)}.weight"
         for name in [name for name in tensors if name.endswith(first)]:

@@ -194,7 +194,7 @@ class _Reading:
 
 
 def _tile(said: Any) -> tuple[int, int]:
-    """Outputs and inputs of a tile, as a list or as "128x128"."""
+    """Read the outputs and inputs of a tile, from a list or from "128x128"."""
     outputs, inputs = said.split("x") if isinstance(said, str) else said
     if not (int(outputs) > 0 and int(inputs) > 0):
         raise ValueError(f"a tile of {outputs} x {inputs}")
@@ -375,7 +375,7 @@ class _Parts:
         return values
 
     def group(self, part: str, inputs: int, count: int) -> int:
-        """Inputs that share one of `count` scales."""
+        """Return the number of inputs that share one of `count` scales."""
         for size in self.scheme.groups:
             known = inputs if size < 1 else min(size, inputs)
             if -(-inputs // known) == count:
@@ -618,12 +618,12 @@ def _bytes(words: torch.Tensor) -> np.ndarray:
 
 
 def _codes(packed: np.ndarray, bits: int) -> np.ndarray:
-    """Codes of bytes, one a byte: [rows, codes]."""
+    """Return the codes in bytes, one a byte: [rows, codes]."""
     return packed if bits == 8 else np.stack((packed & 15, packed >> 4), axis=2).reshape(len(packed), -1)
 
 
 def _in_order(words: torch.Tensor) -> np.ndarray:
-    """AWQ's words [rows, words] as codes in the order of the outputs, one a byte: [rows, 8 * words]."""
+    """Return AWQ's words [rows, words] as codes in the order of the outputs, one a byte: [rows, 8 * words]."""
     held = _codes(_bytes(words), 4).reshape(len(words), -1, 8)
     codes = np.empty_like(held)
     codes[:, :, list(_AWQ_ORDER)] = held

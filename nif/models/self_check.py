@@ -27,7 +27,7 @@ class _Probe:
         self.others: dict[int, LayerShape] = {}  # of layers that do not attend
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Plain causal attention within the step; returns [T, H, Dv]."""
+        """Attend causally within the step, in plain torch; return [T, H, Dv]."""
         if call.layer in self.calls:
             raise ValueError(f"layer {call.layer} attends twice")
         self.calls[call.layer] = call
@@ -112,7 +112,7 @@ def check_paged_path(name: str, model: Model) -> None:
 
 @torch.inference_mode()
 def _eager_logits(hf: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
-    """[2, _LENGTH, vocab_size] float32, without a cache."""
+    """Return the logits without a cache: [2, _LENGTH, vocab_size] float32."""
     hf.set_attn_implementation("eager")
     try:
         logits: torch.Tensor = hf(input_ids=tokens, use_cache=False).logits

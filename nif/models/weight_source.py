@@ -87,7 +87,7 @@ class StoredTensor:
         return (order * stride + start).astype(np.uint64)
 
     def part(self, index: int) -> "StoredTensor":
-        """One of the matrices of a tensor of three dimensions, such as an expert's."""
+        """Return one matrix of a tensor of three dimensions, such as an expert's."""
         count = int(np.prod(self.shape[1:-1]))
         rows = slice(index * count, (index + 1) * count)
         if self.row_order is not None:
@@ -123,7 +123,7 @@ class StoredTensor:
         return values + self.offset if self.offset else values
 
     def nibbles(self, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """Codes of 4 bits where every `size` inputs share a scale and a zero; None where they do not.
+        """Return codes of 4 bits in groups of `size` inputs with one scale and zero; None for other tensors.
 
         Returns:
             Codes [rows, groups, size] uint8, scales [rows, groups] float32, zeros [rows, groups] uint8.
@@ -261,10 +261,10 @@ class SafetensorsWeights:
         return self._entries[name][0].path.name
 
     def part(self, name: str, index: int | None = None) -> torch.Tensor:
-        """A copy of a tensor that is there, in the type that the file has it in.
+        """Return a copy of an existing tensor, in the type that the file has it in.
 
         Args:
-            index: of the first dimension, where only that is wanted.
+            index: the matrix to copy, by the first dimension; None copies the whole tensor.
 
         Raises:
             ModelError: the type is none that is read.
@@ -401,7 +401,7 @@ class ModuleWeights:
         return tuple(self._tensors[name].shape)
 
     def release(self) -> None:
-        """Nothing is mapped."""
+        """Do nothing: nothing is mapped."""
 
 
 def _group_values(kind: str, rows: np.ndarray) -> np.ndarray:
@@ -471,7 +471,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _entries(model: str, file: MappedFile) -> Iterator[tuple[str, tuple[str, tuple[int, ...], int, int]]]:
-    """Name, type, shape, first byte and one past the last, of every tensor of a safetensors file."""
+    """Iterate over a safetensors file's tensors: name, type, shape, first byte, and the byte after the last."""
 
     def broken(what: str) -> ModelError:
         return ModelError(model, f"its weights cannot be read: {file.path.name}: {what}")
