@@ -105,7 +105,7 @@ class GenerationFields(SamplingFields, frozen=True, kw_only=True, forbid_unknown
 
 
 class ChatFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of /v1/chat/completions; `read_messages` checks each message."""
+    """The body of /v1/chat/completions; each of the `messages` is checked by itself."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None

@@ -360,10 +360,10 @@ async def test_docs_list_what_is_served() -> None:
             if "{" not in path:
                 response = await served.client.request("PATCH", path)
                 assert response.status_code == 405, path
-        assert "<summary>What /v1/chat/completions takes;" in page
+        assert "<summary>The body of /v1/chat/completions;" in page
         assert "<td><code>number or null</code></td>" in page and "<code>array of object</code>" in page
         assert "| None" not in page and "openai_request." not in page, "types are JSON's, not Python's"
-        assert "`" not in page and "<code>messages</code> are looked at one by one" in page
+        assert "`" not in page and "each of the <code>messages</code> is checked" in page
         assert re.search(r"<code>min_tokens</code></td><td><code>integer[^<]*</code></td><td></td><td>\w", page)
         chat = document["components"]["schemas"]["ChatFields"]["properties"]
         assert {"messages", "tools", "tool_choice"} <= chat.keys()
