@@ -23,27 +23,35 @@ export PIP_COMPILE := 0
 demo: $(VENV)/.demo
 	@$(BIN)/genbatch demo
 
-# Two halves of the tests beside each other, each with one core: what waits for sockets and processes, and what computes.
-# What needs no test runs beside them while they wait. `make long-ci` runs the marked rest.
+# Three of these run beside each other, since tests that wait for sockets and processes leave a core idle; the longest
+# begin first. `make long-ci` runs the marked rest.
+LANES := serving computing programs others checks
 test: lint kernels
 	@began=$$(date +%s); \
-	$(MAKE) --no-print-directory -k -j3 $(if $(filter output-sync,$(.FEATURES)),-Otarget) serving computing checks && \
+	$(MAKE) --no-print-directory -k -j3 $(if $(filter output-sync,$(.FEATURES)),-Otarget) $(LANES) && \
 	expr $$(date +%s) - $$began > .pytest_cache/seconds  # for python -m tests.figures
 
 # A failed test runs once more: one test in 5,900 that depends on real time must not hide what the others say. The
 # summary names it (RERUN), and it is to be mended. `make test AGAIN=` runs each test once.
 AGAIN := --reruns 1 -rR
 
-# A folder that nobody names here is in the second half.
-SERVING := tests/actors tests/clients tests/examples tests/hostile tests/test_readme.py
-.PHONY: serving computing checks long-ci
+# Services in tests/actors, numbers in tests/nif, programs that somebody starts; a folder that nobody names is in `others`.
+PROGRAMS := tests/clients tests/examples tests/hostile tests/test_readme.py
+PYTEST = $(BIN)/pytest -q $(AGAIN) -m "not long"
+.PHONY: $(LANES) long-ci
 serving: $(VENV)/.test
-	$(BIN)/pytest -q $(AGAIN) -m "not long" $(SERVING)
+	$(PYTEST) tests/actors
 
 computing: $(VENV)/.test
-	$(BIN)/pytest -q $(AGAIN) -m "not long" -o cache_dir=.pytest_cache/computing tests $(addprefix --ignore=,$(SERVING))
+	$(PYTEST) -o cache_dir=.pytest_cache/computing tests/nif
 
-# Compiled here once, and not by both halves at the same time.
+programs: $(VENV)/.test
+	$(PYTEST) -o cache_dir=.pytest_cache/programs $(PROGRAMS)
+
+others: $(VENV)/.test
+	$(PYTEST) -o cache_dir=.pytest_cache/others tests $(addprefix --ignore=,tests/actors tests/nif $(PROGRAMS))
+
+# Compiled here once, and not by all of them at the same time.
 .PHONY: kernels
 kernels: $(VENV)/.test
 	@$(BIN)/python -c "from genbatch.nif.native.build import build_library; build_library()" || echo "there are no kernels"

@@ -102,7 +102,7 @@ async def refused(client: httpx2.AsyncClient, path: str) -> None:
 
 
 @pytest.mark.trio
-@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("is_cut", [False, pytest.param(True, marks=pytest.mark.long)])
 async def test_a_drain_ends_the_streams_of_every_api_in_their_shape_and_refuses_what_is_new(
     tiny_model_dir: Callable[[str], Path], tmp_path: Path, is_cut: bool
 ) -> None:
