@@ -181,8 +181,9 @@ void convolution_row(const cache *, const layer *, int64_t hidden, const int32_t
 int64_t recurrence_kept(const recurrence *); /* floats at the beginning of a row that the cache keeps for a position */
 int64_t recurrence_scratch(const recurrence *); /* floats that a thread needs */
 void recurrence_write(const cache *, const recurrence *, int64_t slot, const float *row);
-/* Computes one head of an entry: out[token][heads * value_dim] for its tokens, and the states at block ends. */
-void recurrence_head(const cache *, const recurrence *, const step *, int entry, int head, float *scratch, float *out);
+int recurrence_together(const recurrence *); /* neighbouring heads that are computed together */
+/* Computes neighbouring heads of an entry: out[token][heads * value_dim] for its tokens, and the states at block ends. */
+void recurrence_heads(const cache *, const recurrence *, const step *, int entry, int head, float *scratch, float *out);
 /* Applies gates and norm to one token's output. */
 void recurrence_gate(const recurrence *, const float *gates, float *out);
 

@@ -154,13 +154,14 @@ static void recurrence_phases(worker *w, const recurrence *r)
     const cache *c = &e->caches[r->group];
     const int64_t pitch = state_pitch(r), width = state_width(r), count = s->num_tokens;
     float *scratch = e->work.scratch + w->thread * e->work.scratch_size;
-    int64_t from, to, heads = (int64_t)s->num_entries * r->heads;
+    const int together = recurrence_together(r), parts = r->heads / together;
+    int64_t from, to, units = (int64_t)s->num_entries * parts;
     while (claim(w, count, grain_of(w, count), &from, &to))
         for (int64_t t = from; t < to; t++) recurrence_write(c, r, s->slots[r->group][t], e->work.qkv + t * pitch);
     phase_end(w);
-    while (claim(w, heads, grain_of(w, heads), &from, &to))
+    while (claim(w, units, grain_of(w, units), &from, &to))
         for (int64_t unit = from; unit < to; unit++)
-            recurrence_head(c, r, s, (int)(unit / r->heads), (int)(unit % r->heads), scratch, e->work.attended);
+            recurrence_heads(c, r, s, (int)(unit / parts), (int)(unit % parts) * together, scratch, e->work.attended);
     phase_end(w);
     while (claim(w, count, grain_of(w, count), &from, &to))
         for (int64_t t = from; t < to; t++)

@@ -11,13 +11,22 @@
 
 #define PANEL 32 /* values */
 #define VECTORS (PANEL / VL)
+#define KEYS (VECTORS < 4 ? 4 : 2) /* at once, so that eight sums are under way */
 #define RUN 16 /* tokens that are prepared together */
+#define MOST_HEADS 4 /* that share the convolutions of their query and key */
 #define LEAST_SQUARE 1e-6f
 #define LINEAR_FROM 20.0f /* softplus(x) is x from here on, as in torch */
 
 static int64_t keys_of(const recurrence *r) { return padded(r->key_dim, 16); }
 static int64_t values_of(const recurrence *r) { return padded(r->value_dim, PANEL); }
-static int64_t state_of(const recurrence *r) { return r->key_dim * values_of(r); }
+static int64_t state_of(const recurrence *r) { return padded(r->key_dim, KEYS) * values_of(r); }
+
+int recurrence_together(const recurrence *r)
+{
+    int heads = MOST_HEADS;
+    while (r->heads / r->key_heads % heads) heads--;
+    return heads;
+}
 
 int64_t recurrence_kept(const recurrence *r) { return r->channels + (r->corrects ? 2 : 1) * r->heads; }
 
@@ -28,7 +37,8 @@ int64_t recurrence_bytes(const recurrence *r, int block_size)
 
 int64_t recurrence_scratch(const recurrence *r)
 {
-    return padded(state_of(r) + RUN * (2 * keys_of(r) + values_of(r)), 16);
+    const int heads = recurrence_together(r);
+    return padded(heads * state_of(r) + RUN * (2 * keys_of(r) + heads * values_of(r)), 16);
 }
 
 static float *block_at(const cache *c, const recurrence *r, int32_t block)
@@ -48,22 +58,27 @@ void recurrence_write(const cache *c, const recurrence *r, int64_t slot, const f
     memcpy(block + slot % c->block_size * kept, row, sizeof(float) * (size_t)kept);
 }
 
-/* The convolution of `count` channels at a position, and SiLU; `out` has room for a multiple of 16, the rest is zeros. */
-static void convolve(const cache *c, const recurrence *r, const int32_t *table, int64_t position, int64_t channel,
-                     int64_t count, float *out)
+ALWAYS_INLINE vf load_some(const float *p, int64_t count)
 {
-    const int64_t kept = recurrence_kept(r);
-    for (int64_t i = 0; i < padded(count, 16); i++) out[i] = r->tap_bias && i < count ? r->tap_bias[channel + i] : 0.0f;
-    for (int64_t tap = 0; tap < r->kernel; tap++) {
-        const int64_t at = position - r->kernel + 1 + tap;
-        if (at < 0) continue; /* positions before the text are zeros */
-        const float *inputs = block_at(c, r, table[at / c->block_size]) + at % c->block_size * kept + channel;
-        const float *taps = r->taps + tap * r->channels + channel;
-        for (int64_t i = 0; i < count; i++) out[i] += taps[i] * inputs[i];
-    }
-    for (int64_t i = 0; i < count; i += VL) {
-        const vf x = vf_load(out + i);
-        vf_store(out + i, x / (vf_exp(-x) + 1.0f));
+    vf x = {0};
+    if (count >= VL) return vf_load(p);
+    if (count > 0) memcpy(&x, p, sizeof(float) * (size_t)count);
+    return x;
+}
+
+/* The convolution of `count` channels and SiLU; `out` has room for a multiple of 16, the rest is zeros.
+ *
+ * inputs: of each tap; NULL before the text begins, where they are zeros. */
+static void convolve(const recurrence *r, const float *const *inputs, int64_t channel, int64_t count, float *out)
+{
+    for (int64_t i = 0; i < padded(count, 16); i += VL) {
+        vf sum = r->tap_bias ? load_some(r->tap_bias + channel + i, count - i) : (vf){0};
+        for (int64_t tap = 0; tap < r->kernel; tap++) {
+            if (!inputs[tap]) continue;
+            const vf x = load_some(inputs[tap] + channel + i, count - i);
+            sum = vf_fma(load_some(r->taps + tap * r->channels + channel + i, count - i), x, sum);
+        }
+        vf_store(out + i, sum / (vf_exp(-sum) + 1.0f));
     }
 }
 
@@ -79,64 +94,82 @@ static void normalise(float *x, int64_t padded_count, float scale)
     for (int64_t i = 0; i < padded_count; i += VL) vf_store(x + i, vf_load(x + i) * factor);
 }
 
-/* One head's inputs of a token. */
+/* One head's inputs of a token; no query if the token's output is known. */
 typedef struct {
-    float *query, *key, *value;
-    float decay, strength;
+    const float *query, *key;
+    float *value, decay, strength;
 } moment;
 
 static float softplus(float x) { return x > LINEAR_FROM ? x : log1pf(expf(x)); }
 
-static void prepare(const cache *c, const recurrence *r, const int32_t *table, int64_t position, int head, moment *m)
+/* Computes the inputs of neighbouring heads, of which `all` has one moment each. */
+static void prepare(const cache *c, const recurrence *r, const int32_t *table, int64_t position, int head, int heads,
+                    bool asks, float *row, moment *all)
 {
     const int64_t group = head / (r->heads / r->key_heads), all_keys = (int64_t)r->key_heads * r->key_dim;
-    const float *kept = block_at(c, r, table[position / c->block_size]) + position % c->block_size * recurrence_kept(r);
-    const float *scalars = kept + r->channels, step = softplus(scalars[head] + r->step_bias[head]);
-    convolve(c, r, table, position, group * r->key_dim, r->key_dim, m->query);
-    convolve(c, r, table, position, all_keys + group * r->key_dim, r->key_dim, m->key);
-    convolve(c, r, table, position, 2 * all_keys + (int64_t)head * r->value_dim, r->value_dim, m->value);
-    for (int64_t i = padded(r->value_dim, 16); i < values_of(r); i++) m->value[i] = 0;
-    m->decay = expf(r->rates[head] * step);
-    m->strength = r->corrects ? r->strength / (1.0f + expf(-scalars[r->heads + head])) : step;
-    if (!r->corrects) return;
-    normalise(m->query, keys_of(r), 1.0f / sqrtf((float)r->key_dim));
-    normalise(m->key, keys_of(r), 1.0f);
+    const int64_t width = recurrence_kept(r), keys = keys_of(r);
+    const float *inputs[r->kernel];
+    for (int64_t tap = 0; tap < r->kernel; tap++) {
+        const int64_t at = position - r->kernel + 1 + tap;
+        inputs[tap] = at < 0 ? NULL : block_at(c, r, table[at / c->block_size]) + at % c->block_size * width;
+    }
+    const float *scalars = inputs[r->kernel - 1] + r->channels;
+    if (asks) convolve(r, inputs, group * r->key_dim, r->key_dim, row);
+    convolve(r, inputs, all_keys + group * r->key_dim, r->key_dim, row + keys);
+    if (r->corrects) {
+        if (asks) normalise(row, keys, 1.0f / sqrtf((float)r->key_dim));
+        normalise(row + keys, keys, 1.0f);
+    }
+    for (int i = 0; i < heads; i++) {
+        float *value = row + 2 * keys + i * values_of(r);
+        convolve(r, inputs, 2 * all_keys + (int64_t)(head + i) * r->value_dim, r->value_dim, value);
+        for (int64_t j = padded(r->value_dim, 16); j < values_of(r); j++) value[j] = 0;
+        const float step = softplus(scalars[head + i] + r->step_bias[head + i]);
+        const float strength = r->corrects ? r->strength / (1.0f + expf(-scalars[r->heads + head + i])) : step;
+        all[i] = (moment){asks ? row : NULL, row + keys, value, expf(r->rates[head + i] * step), strength};
+    }
 }
 
-/* Multiplies the state by a key, with separate sums for even and odd elements. */
+/* Adds sums in the same order for every caller. */
+ALWAYS_INLINE void add_up(vf sums[KEYS][VECTORS], vf found[VECTORS])
+{
+    UNROLL for (int j = 0; j < VECTORS; j++) {
+        found[j] = sums[0][j] + sums[1][j];
+        if (KEYS == 4) found[j] += sums[2][j] + sums[3][j];
+    }
+}
+
+/* Multiplies a panel of the state by a key. */
 ALWAYS_INLINE void recall(const float *state, const float *key, int64_t key_dim, vf found[VECTORS])
 {
-    vf even[VECTORS], odd[VECTORS];
-    UNROLL for (int j = 0; j < VECTORS; j++) even[j] = odd[j] = (vf){0};
-    for (int64_t i = 0; i + 1 < key_dim; i += 2, state += 2 * PANEL) {
-        const vf a = vf_set1(key[i]), b = vf_set1(key[i + 1]);
-        UNROLL for (int j = 0; j < VECTORS; j++) {
-            even[j] = vf_fma(vf_load(state + j * VL), a, even[j]);
-            odd[j] = vf_fma(vf_load(state + PANEL + j * VL), b, odd[j]);
+    vf sums[KEYS][VECTORS];
+    UNROLL for (int k = 0; k < KEYS; k++) UNROLL for (int j = 0; j < VECTORS; j++) sums[k][j] = (vf){0};
+    for (int64_t i = 0; i < key_dim; i += KEYS, state += KEYS * PANEL)
+        UNROLL for (int k = 0; k < KEYS; k++) {
+            const vf x = vf_set1(key[i + k]);
+            UNROLL for (int j = 0; j < VECTORS; j++)
+                sums[k][j] = vf_fma(vf_load(state + k * PANEL + j * VL), x, sums[k][j]);
         }
-    }
-    UNROLL for (int j = 0; j < VECTORS; j++) found[j] = even[j] + odd[j];
+    add_up(sums, found);
 }
 
-/* Decays a panel of the state, adds key x added, and writes the panel times the query. */
-ALWAYS_INLINE void advance(float *state, const moment *m, const vf added[VECTORS], int64_t key_dim, vf found[VECTORS])
+/* Decays a panel of the state and adds key x added. If it `asks`, `found` becomes the panel times the query. */
+ALWAYS_INLINE void advance(float *state, const moment *m, const vf added[VECTORS], int64_t key_dim, bool asks,
+                           vf found[VECTORS])
 {
-    vf even[VECTORS], odd[VECTORS];
+    vf sums[KEYS][VECTORS];
     const vf decay = vf_set1(m->decay);
-    UNROLL for (int j = 0; j < VECTORS; j++) even[j] = odd[j] = (vf){0};
-    for (int64_t i = 0; i + 1 < key_dim; i += 2, state += 2 * PANEL) {
-        const vf key = vf_set1(m->key[i]), next_key = vf_set1(m->key[i + 1]);
-        const vf query = vf_set1(m->query[i]), next_query = vf_set1(m->query[i + 1]);
-        UNROLL for (int j = 0; j < VECTORS; j++) {
-            const vf a = vf_fma(key, added[j], vf_load(state + j * VL) * decay);
-            const vf b = vf_fma(next_key, added[j], vf_load(state + PANEL + j * VL) * decay);
-            vf_store(state + j * VL, a);
-            vf_store(state + PANEL + j * VL, b);
-            even[j] = vf_fma(a, query, even[j]);
-            odd[j] = vf_fma(b, next_query, odd[j]);
+    UNROLL for (int k = 0; k < KEYS; k++) UNROLL for (int j = 0; j < VECTORS; j++) sums[k][j] = (vf){0};
+    for (int64_t i = 0; i < key_dim; i += KEYS, state += KEYS * PANEL)
+        UNROLL for (int k = 0; k < KEYS; k++) {
+            const vf key = vf_set1(m->key[i + k]), query = asks ? vf_set1(m->query[i + k]) : key;
+            UNROLL for (int j = 0; j < VECTORS; j++) {
+                const vf x = vf_fma(key, added[j], vf_load(state + k * PANEL + j * VL) * decay);
+                vf_store(state + k * PANEL + j * VL, x);
+                if (asks) sums[k][j] = vf_fma(x, query, sums[k][j]);
+            }
         }
-    }
-    UNROLL for (int j = 0; j < VECTORS; j++) found[j] = even[j] + odd[j];
+    if (asks) add_up(sums, found);
 }
 
 /* Computes one token on one panel. The output replaces the value. */
@@ -150,41 +183,46 @@ static void pass(const recurrence *r, const moment *m, float *state, int64_t pan
     } else {
         UNROLL for (int j = 0; j < VECTORS; j++) added[j] = values[j] * m->strength;
     }
-    advance(state, m, added, r->key_dim, found);
+    if (!m->query) {
+        advance(state, m, added, r->key_dim, false, found);
+        return;
+    }
+    advance(state, m, added, r->key_dim, true, found);
     UNROLL for (int j = 0; j < VECTORS; j++) {
         const vf past = r->skips ? vf_fma(values[j], vf_set1(r->skips[head]), found[j]) : found[j];
         vf_store(m->value + panel * PANEL + j * VL, past);
     }
 }
 
-void recurrence_head(const cache *c, const recurrence *r, const step *s, int entry, int head, float *scratch, float *out)
+void recurrence_heads(const cache *c, const recurrence *r, const step *s, int entry, int head, float *scratch, float *out)
 {
+    const int heads = recurrence_together(r);
     const int32_t *table = s->block_tables[r->group] + (int64_t)entry * s->table_width[r->group];
     const int64_t size = c->block_size, kv_len = s->kv_lens[entry], start = s->query_starts[entry];
     const int64_t past = kv_len - (s->query_starts[entry + 1] - start), first = past / size * size;
-    const int64_t width = (int64_t)r->heads * r->value_dim, keys = keys_of(r), values = values_of(r);
+    const int64_t width = (int64_t)r->heads * r->value_dim, panel_size = padded(r->key_dim, KEYS) * PANEL;
+    const int64_t row_size = 2 * keys_of(r) + heads * values_of(r);
     const size_t state_bytes = sizeof(float) * (size_t)state_of(r);
-    float *state = scratch, *rows = scratch + state_of(r);
+    float *rows = scratch + heads * state_of(r);
     if (first)
-        memcpy(state, state_at(c, r, table[first / size - 1], head), state_bytes);
+        memcpy(scratch, state_at(c, r, table[first / size - 1], head), heads * state_bytes);
     else
-        memset(state, 0, state_bytes);
+        memset(scratch, 0, heads * state_bytes);
     for (int64_t position = first, end; position < kv_len; position = end) {
         const int64_t block_end = (position / size + 1) * size;
-        moment run[RUN];
+        moment run[RUN][MOST_HEADS];
         end = smaller(smaller(position + RUN, block_end), kv_len);
-        for (int64_t at = position; at < end; at++) {
-            float *row = rows + (at - position) * (2 * keys + values);
-            run[at - position] = (moment){.query = row, .key = row + keys, .value = row + 2 * keys};
-            prepare(c, r, table, at, head, &run[at - position]);
-        }
-        for (int64_t panel = 0; panel < values / PANEL; panel++)
-            for (int64_t i = 0; i < end - position; i++)
-                pass(r, &run[i], state + panel * r->key_dim * PANEL, panel, head);
+        for (int64_t at = position; at < end; at++)
+            prepare(c, r, table, at, head, heads, at >= past, rows + (at - position) * row_size, run[at - position]);
+        for (int i = 0; i < heads; i++)
+            for (int64_t panel = 0; panel < values_of(r) / PANEL; panel++)
+                for (int64_t at = 0; at < end - position; at++)
+                    pass(r, &run[at][i], scratch + i * state_of(r) + panel * panel_size, panel, head + i);
         for (int64_t at = position > past ? position : past; at < end; at++)
-            memcpy(out + (start + at - past) * width + (int64_t)r->places[head] * r->value_dim, run[at - position].value,
-                   sizeof(float) * (size_t)r->value_dim);
-        if (end == block_end) memcpy(state_at(c, r, table[position / size], head), state, state_bytes);
+            for (int i = 0; i < heads; i++)
+                memcpy(out + (start + at - past) * width + (int64_t)r->places[head + i] * r->value_dim,
+                       run[at - position][i].value, sizeof(float) * (size_t)r->value_dim);
+        if (end == block_end) memcpy(state_at(c, r, table[position / size], head), scratch, heads * state_bytes);
     }
 }
 
