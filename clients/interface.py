@@ -123,6 +123,7 @@ class GenerateParams(TypedDict, total=False):
     n: int
     priority: int
     deadline_s: float | None
+    cache_ttl_s: float | None
     tenant: str
     model: str | None
 

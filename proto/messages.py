@@ -197,6 +197,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         n: the number of answers; each has its own draws.
         priority: smaller numbers are served first; -100 to 100.
         deadline_s: seconds after its arrival at which the request ends with its output so far; > 0; None is no limit.
+        cache_ttl_s: seconds for which the prompt may come again, so that the prefix cache drops other texts before it;
+            > 0, at most 86,400. A hint: the operator bounds its memory (`kept_prefix_share`). None is no hint.
         tenant: the tenant of the request; prompts are shared within a tenant only.
         model: a name that `models` lists, such as an adapter's; None is the first of them.
         payer: the client of a fleet's gateway; only such a gateway may set it.
@@ -242,6 +244,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     n: int = 1
     priority: int = 0
     deadline_s: float | None = None
+    cache_ttl_s: float | None = None
     tenant: str = ""
     model: str | None = None
     payer: Payer | None = None

@@ -168,6 +168,7 @@ def _check_excluded(request: GenerateRequest, constraint: str) -> None:
 
 
 MAX_PRIORITY = 100
+MAX_CACHE_TTL_S = 86400.0
 MAX_LOGIT_BIAS = 100.0  # as other services document
 MAX_NAME_LENGTH = 128  # characters of a role or a tenant
 MAX_PATH_LENGTH = 4096  # characters; the limit of file systems
@@ -512,6 +513,8 @@ def _check_lengths(request: GenerateRequest, limits: RequestLimits) -> None:
             raise InvalidRequest(name, "goes with messages only: a chat template says how thinking is marked")
     # guard: cap on n
     _check_range("n", request.n, 1, limits.max_n)
+    if request.cache_ttl_s is not None:
+        _check_range("cache_ttl_s", request.cache_ttl_s, 0, MAX_CACHE_TTL_S, above=True)
     _check_deadline(request, limits)
 
 

@@ -383,6 +383,7 @@ class Arrivals:
         reader: PromptReader,
         owner: GenServer,
     ) -> None:
+        self._kv = state.ctx.kv
         self._slots = state.slots
         self._requests = state.requests
         self._draining = state.draining
@@ -464,6 +465,9 @@ class Arrivals:
     ) -> None:
         self._flight.encoded(request, prompt)
         self._intake.start(request, prompt.unwrap())
+        ttl_s = request.wanted.cache_ttl_s
+        if ttl_s is not None:
+            self._kv.keep(request.prompt_tokens, request.sequences[0].cache_key, ttl_s)
         restore(request, is_admitted=is_admitted)
         if request.constraints:
             self._grammars.watch(request.sequences)

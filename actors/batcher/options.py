@@ -152,6 +152,7 @@ NOT_NEGATIVE = (
     *("batch_size", "batch_timeout", "batch_quiet", "max_client_queue_share", "max_client_open", "priority_ageing_s"),
     *("default_deadline_s", "max_answer_s", "max_held_prompts", "cpu_offload_space", "stall_s", "record_limit"),
     "session_space",
+    "kept_prefix_share",
     "target_inter_token_latency_ms",
 )
 
@@ -206,6 +207,9 @@ class BatcherOptions:
         stall_s: seconds of pending work without the end of a step after which the service calls itself stuck.
         system_prompts: contents of system messages to hold from the start.
         max_held_prompts: most system prompts whose KV is held for requests to share, those included.
+        kept_prefix_share: share of the KV blocks that stay longest in the prefix cache because requests ask for it
+            (`cache_ttl_s`, Anthropic's `cache_control`, OpenAI's `prompt_cache_retention`). They take no memory from
+            running requests. 0 ignores what requests ask.
         strip_billing_header: take the first line out of a conversation's system prompt if it begins with
             "x-anthropic-billing-header:". Claude Code writes another value with each request, and no prompt would begin
             like the one before.
@@ -251,6 +255,7 @@ class BatcherOptions:
     stall_s: float = 30.0
     system_prompts: Sequence[str] = ()
     max_held_prompts: int = 4
+    kept_prefix_share: float = 0.25
     strip_billing_header: bool = True
     session_dir: str | None = None
     session_space: float = 8.0
@@ -269,6 +274,8 @@ class BatcherOptions:
             object.__setattr__(self, "batch_timeout", BATCH_TIMEOUT_MS)
         if self.max_queue is not None and self.max_queue < 0:
             raise OptionError("max_queue", f"{self.max_queue} is less than 0")
+        if self.kept_prefix_share > 1:
+            raise OptionError("kept_prefix_share", f"{self.kept_prefix_share} is more than all blocks")
         if self.max_client_queue_share > 1:
             raise OptionError("max_client_queue_share", f"{self.max_client_queue_share} is more than all of the queue")
         for name in NOT_NEGATIVE:

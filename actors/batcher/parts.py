@@ -115,6 +115,7 @@ class BatcherParts(GenServer):
 
     async def _open(self) -> None:
         self.ctx = await self._worker.run(self._open_context)
+        self.ctx.kv.allow_keeping(self.options.kept_prefix_share)
         self.options = self.options.on_device(memory_of(self.ctx.model.device))
         self.times = StepTimeModel()
         self.intake = self._open_intake()
@@ -295,6 +296,7 @@ def stats_report(state: BatchState, now: float) -> dict[str, Any]:
         "held_prompts": len(state.held),
         "prefix_cache_queries": cache.num_query_tokens if cache else 0,
         "prefix_cache_hits": cache.num_hit_tokens if cache else 0,
+        "prefix_kept_blocks": kv.num_kept,
         "prefix_recomputed": dict(cache.num_recomputed) if cache else {},
         "prefix_disk": _disk_counters(ctx),
         "kv_blocks_max": counts.max,

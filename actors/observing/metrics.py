@@ -21,6 +21,10 @@ _GAUGES = {
     "num_requests_running": ("requests_running", "Sequences that hold a slot."),
     "num_requests_waiting": ("requests_waiting", "Sequences that wait for a slot."),
     "kv_blocks_free": ("kv_blocks_free", "KV blocks that can be allocated."),
+    "prefix_kept_blocks": (
+        "prefix_kept_blocks",
+        "Free KV blocks that are evicted last, because requests asked for it.",
+    ),
     "swapped_bytes": ("swapped_bytes", "Bytes of host memory that hold the KV of paused sequences."),
     "decode_tokens_per_second": ("decode_tokens_per_s", "Generated tokens per second, over the last 10 seconds."),
     "prefill_tokens_per_second": ("prefill_tokens_per_s", "Prompt tokens evaluated per second, over 10 seconds."),

@@ -83,6 +83,7 @@ _SECTIONS = {
         "kv_bytes": "bytes",
         "prefix_cache_queries": "prefix cache: tokens looked up",
         "prefix_cache_hits": "prefix cache: tokens found",
+        "prefix_kept_blocks": "prefix cache: blocks kept on request",
         "swapped_bytes": "bytes swapped out",
         "held_prompts": "shared system prompts",
     },

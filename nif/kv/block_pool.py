@@ -20,6 +20,8 @@ A prefix hit is the longest prefix of a prompt from which every group can contin
 positions needs every block of the prefix. A group with a window needs its sinks and the window before the prefix's end.
 """
 
+import math
+import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -111,6 +113,7 @@ class PrefixCache:
         self._causes = [NO_SNAPSHOT if g.recurs else EVICTED if g.window is None else WINDOW for g in groups]
         self._blocks: list[dict[bytes, int]] = [{} for _ in groups]
         self._lost: dict[bytes, None] = {}  # names of evicted blocks, in order of eviction
+        self._kept: dict[bytes, float] = {}  # names of blocks, and until when callers asked to keep them
         self._contents: dict[int, None] = {}  # hashes of a key and a block's own tokens, in order of the first use
 
     def __len__(self) -> int:
@@ -122,7 +125,7 @@ class PrefixCache:
         for index in range(len(hashes), len(tokens) // self.block_size):
             parent = hashes[-1] if hashes else root_hash(key)
             hashes.append(self._name(parent, tokens, index))
-            _remember(self._contents, self._content(tokens, key, index))
+            _remember(self._contents, self._content(tokens, key, index), None)
 
     def match(
         self, tokens: Sequence[int], key: bytes, *, held: Sequence[bytes] = (), max_blocks: int | None = None
@@ -228,6 +231,16 @@ class PrefixCache:
         blocks = [known[name] for known in self._blocks if name in known]
         return tuple(blocks) if len(blocks) == len(self._blocks) else None
 
+    def keep(self, tokens: Sequence[int], key: bytes, until: float) -> None:
+        """Ask to keep a prompt's whole blocks: until that time, other blocks are evicted before them."""
+        for name in self.names(tokens, key, len(tokens) // self.block_size):
+            until = max(until, self._kept.pop(name, until))
+            _remember(self._kept, name, until)
+
+    def kept_until(self, name: bytes) -> float:
+        """Return the time until which callers asked to keep a block; 0 if none did."""
+        return self._kept.get(name, 0.0)
+
     def block(self, group: int, name: bytes) -> int | None:
         """Return the block with this content; None if it is not cached."""
         return self._blocks[group].get(name)
@@ -240,7 +253,7 @@ class PrefixCache:
     def forget(self, group: int, name: bytes) -> None:
         """Remove a block from the cache, because its content is gone."""
         del self._blocks[group][name]
-        _remember(self._lost, name)
+        _remember(self._lost, name, None)
 
     def check_integrity(self, group: int, names: dict[bytes, int]) -> None:
         """Compare a group's index with the names of its pool's blocks.
@@ -261,11 +274,12 @@ class PrefixCache:
 
 
 _Name = TypeVar("_Name")
+_Value = TypeVar("_Value")
 
 
-def _remember(names: dict[_Name, None], name: _Name) -> None:
+def _remember(names: dict[_Name, _Value], name: _Name, value: _Value) -> None:
     """Add a name; the oldest one is dropped when there are too many."""
-    names[name] = None
+    names[name] = value
     if len(names) > _MAX_REMEMBERED:
         del names[next(iter(names))]
 
@@ -282,12 +296,23 @@ class BlockPool:
     Args:
         num_blocks: number of blocks, at least 1.
         on_forget: called with a block's hash, or its tail's name, when the block loses that content.
+        kept_until: returns the time until which callers asked to keep the block with a hash.
+        clock: the time of `kept_until`.
+
+    Attributes:
+        max_kept: most free blocks that are kept because callers asked for it.
 
     Raises:
         OptionError: num_blocks < 1.
     """
 
-    def __init__(self, num_blocks: int, on_forget: Callable[[bytes], None] | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        on_forget: Callable[[bytes], None] | None = None,
+        kept_until: Callable[[bytes], float] = lambda content: 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         if num_blocks < 1:
             raise OptionError("num_blocks", f"must be at least 1, not {num_blocks}")
         self.num_blocks = num_blocks
@@ -295,10 +320,15 @@ class BlockPool:
         self.hashes: list[bytes | None] = [None] * num_blocks  # by block id; None: content unknown or incomplete
         self.versions = [0] * num_blocks  # by block id: how often it lost its content; other threads read this
         self.tails: dict[int, tuple[bytes, int]] = {}  # by block id: the name and the length of a tail in it
+        self.max_kept = 0
         self._on_forget = on_forget
+        self._kept_until = kept_until
+        self._clock = clock
         self._uninitialized = list(range(num_blocks - 1, -1, -1))  # a stack, so that low ids are allocated first
         self._initialized: dict[int, None] = {}  # in order of release
         self._passed: dict[int, None] = {}  # initialized blocks that fell behind a window, in order of release
+        self._kept: dict[int, None] = {}  # initialized blocks that callers asked to keep, in order of release
+        self._next_end = math.inf  # a time before which no kept block's time ends
 
     @property
     def num_free(self) -> int:
@@ -312,13 +342,19 @@ class BlockPool:
     @property
     def num_initialized(self) -> int:
         """Return the number of free blocks with known content."""
-        return len(self._passed) + len(self._initialized)
+        return len(self._passed) + len(self._initialized) + len(self._kept)
+
+    @property
+    def num_kept(self) -> int:
+        """Return the number of free blocks that are evicted last, because callers asked to keep them."""
+        self._end_keeping()
+        return len(self._kept)
 
     def allocate(self, count: int) -> list[int]:
         """Allocate `count` blocks with one reference each; uninitialized blocks go first.
 
-        When those run out, initialized blocks are evicted: first blocks that fell behind a window, then the others. In
-        both cases the least recently released block is evicted first.
+        When those run out, initialized blocks are evicted: first blocks that fell behind a window, then the others, and
+        last those that callers asked to keep. In each case the least recently released block is evicted first.
 
         Raises:
             OutOfBlocks: fewer blocks are free; nothing was taken.
@@ -330,7 +366,8 @@ class BlockPool:
             if self._uninitialized:
                 block = self._uninitialized.pop()
             else:
-                oldest = self._passed or self._initialized
+                self._end_keeping()
+                oldest = self._passed or self._initialized or self._kept
                 block = next(iter(oldest))
                 del oldest[block]
                 self._forget(block)
@@ -342,8 +379,9 @@ class BlockPool:
     def share(self, block: int) -> None:
         """Add a reference to a block. An initialized free block becomes used again and keeps its content."""
         if self.references[block] == 0:
-            held = self._passed if block in self._passed else self._initialized
-            assert block in held, f"block {block} is free and has no content to share"
+            places = (self._passed, self._initialized, self._kept)
+            held = next((place for place in places if block in place), None)
+            assert held is not None, f"block {block} is free and has no content to share"
             del held[block]
         self.references[block] += 1
 
@@ -363,7 +401,7 @@ class BlockPool:
             if self.references[block] == 0:
                 if self.hashes[block] is None and block not in self.tails:
                     self._uninitialized.append(block)
-                else:
+                elif passed or not self._keep(block):
                     initialized[block] = None
             assert self.references[block] >= 0, f"block {block} was released more often than it was held"
 
@@ -404,7 +442,8 @@ class BlockPool:
         for block, (counted, expected) in enumerate(zip(self.references, held, strict=True)):
             # guard: integrity check
             assert counted == expected, f"block {block} is counted {counted} times and held {expected} times"
-        initialized = [*self._passed, *self._initialized]
+        initialized = [*self._passed, *self._initialized, *self._kept]
+        assert len(self._kept) <= self.max_kept, "more blocks are kept than the operator allows"
         free = self._uninitialized + initialized
         used = [block for block, count in enumerate(self.references) if count > 0]
         assert sorted(free + used) == list(range(self.num_blocks)), "free and used blocks do not partition the ids"
@@ -413,6 +452,34 @@ class BlockPool:
             assert block not in self.tails, f"uninitialized block {block} has a tail"
         for block in initialized:
             assert self.hashes[block] is not None or block in self.tails, f"initialized block {block} has no hash"
+
+    def _keep(self, block: int) -> bool:
+        """Keep a block that becomes free, if callers asked for it. Beyond `max_kept` the oldest is kept no longer."""
+        content = self.hashes[block]
+        until = 0.0 if content is None or not self.max_kept else self._kept_until(content)
+        if until <= self._clock():
+            return False
+        self._next_end = min(self._next_end, until)
+        self._kept[block] = None
+        if len(self._kept) > self.max_kept:
+            oldest = next(iter(self._kept))
+            del self._kept[oldest]
+            self._initialized[oldest] = None
+        return True
+
+    def _end_keeping(self) -> None:
+        """Treat blocks whose time is over like those released last."""
+        now = self._clock() if self._kept else 0.0
+        if not self._kept or now < self._next_end:
+            return
+        self._next_end = math.inf
+        for block in list(self._kept):
+            until = self._kept_until(self.hashes[block] or b"")
+            if until <= now:
+                del self._kept[block]
+                self._initialized[block] = None
+            else:
+                self._next_end = min(self._next_end, until)
 
     def _forget(self, block: int) -> None:
         content = self.hashes[block]

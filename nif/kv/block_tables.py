@@ -49,6 +49,7 @@ class BlockTables:
         block_size: int,
         num_sequences: int,
         allow_block_sharing: bool,
+        clock: Callable[[], float],
     ) -> None:
         self.block_size = block_size
         self.windows = [(index, group.window) for index, group in enumerate(groups) if group.window is not None]
@@ -57,7 +58,9 @@ class BlockTables:
         self.kept = [reach.kept for reach in self.reaches]
         self.prefix_cache = PrefixCache(block_size, groups) if allow_block_sharing else None
         self.pools = tuple(
-            BlockPool(count, partial(self.prefix_cache.forget, index) if self.prefix_cache is not None else None)
+            BlockPool(count)
+            if (cache := self.prefix_cache) is None
+            else BlockPool(count, partial(cache.forget, index), cache.kept_until, clock)
             for index, count in enumerate(num_blocks)
         )
         self.sequences = [KVSequence.empty(len(groups)) for _ in range(num_sequences)]

@@ -9,6 +9,7 @@ Each layer group has its own pool, and each sequence has one block table per gro
 Between reserve and commit only reads are allowed.
 """
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ class KVCache:
         num_sequences: sequence ids are 0 .. num_sequences - 1.
         allow_block_sharing: whether completed blocks are cached by content (the prefix cache).
         max_per_sequence: most positions of one sequence; None means that only the pool limits a sequence.
+        clock: the time of `keep`, in seconds.
 
     Raises:
         OptionError: a number is below 1, or num_blocks and groups differ in length.
@@ -68,6 +70,7 @@ class KVCache:
         num_sequences: int,
         allow_block_sharing: bool = True,
         max_per_sequence: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if len(num_blocks) != len(groups) or not groups:
             raise OptionError("num_blocks", f"{len(num_blocks)} pools for {len(groups)} layer groups")
@@ -85,7 +88,8 @@ class KVCache:
         self.num_sequences = num_sequences
         self.max_per_sequence = max_per_sequence
         self._cap = NEVER if max_per_sequence is None else max_per_sequence
-        self._tables = BlockTables(groups, num_blocks, block_size, num_sequences, allow_block_sharing)
+        self._clock = clock
+        self._tables = BlockTables(groups, num_blocks, block_size, num_sequences, allow_block_sharing, clock)
         self._no_blocks = (0,) * len(groups)
         self._open: Reservation | None = None
 
@@ -316,6 +320,27 @@ class KVCache:
             # Compute the names, but do not cache the blocks: the caller has not filled them yet.
             self._tables.prefix_cache.extend_hashes(sequence.hashes, sequence.tokens, key)
         return filled
+
+    # Hints of callers
+
+    def allow_keeping(self, share: float) -> None:
+        """Set the share of each pool's blocks that `keep` may put last in the order of eviction."""
+        for pool in self._tables.pools:
+            pool.max_kept = int(share * pool.num_blocks)
+
+    def keep(self, tokens: Sequence[int], key: bytes, ttl_s: float) -> None:
+        """Ask to keep a prompt's whole blocks in the prefix cache for a time after now; a hint.
+
+        The blocks are evicted after all others, up to the share of `allow_keeping`. They never refuse memory to a
+        sequence.
+        """
+        if self._tables.prefix_cache is not None and any(pool.max_kept for pool in self._tables.pools):
+            self._tables.prefix_cache.keep(tokens, key, self._clock() + ttl_s)
+
+    @property
+    def num_kept(self) -> int:
+        """Return the number of free blocks, of all groups, that are evicted last because of `keep`."""
+        return sum(pool.num_kept for pool in self._tables.pools)
 
     # The prefix cache on disk
 

@@ -12,6 +12,7 @@ from genbatch.nif.runner import RaggedBatch
 from tests.benchmarks.model_files import CONTEXT, FIRST, PREFILL, rate
 
 BLOCK_SIZE = 16
+KEPT_STATES = 3  # blocks of states of one sequence
 
 
 class Ours:
@@ -24,46 +25,57 @@ class Ours:
         self._vocab_size = model.vocab_size
         self._runner = native_runner(model, quantize="int8" if mode == "int8" else "none", n_threads=threads)
         self._threads = threads
-        blocks = max(max(batches) * -(-CONTEXT // BLOCK_SIZE), PREFILL // BLOCK_SIZE)
-        self._groups = len(self._runner.groups)
-        self._runner.allocate([blocks] * self._groups, BLOCK_SIZE)
+        self._blocks = CONTEXT // BLOCK_SIZE
+        blocks = max(max(batches) * self._blocks, PREFILL // BLOCK_SIZE)
+        recurring = max(max(batches) * KEPT_STATES, PREFILL // BLOCK_SIZE)
+        groups = self._recurs = [group.recurs for group in self._runner.groups]
+        self._runner.allocate([recurring if recurs else blocks for recurs in groups], BLOCK_SIZE)
         self._prefill(FIRST)()
         self.first_token_s = time.perf_counter() - started_at
 
     def decode(self, count: int) -> float:
         """Decode tokens a second of `count` sequences, each of the last block's positions as often as the others."""
-        batches = itertools.cycle([self._decoding(count, CONTEXT - offset) for offset in range(BLOCK_SIZE)])
+        end = CONTEXT - BLOCK_SIZE
+        for seq_id in range(count):  # so that states are read from memory that was written
+            self._runner.forward_largest(self._batch([seq_id], end - BLOCK_SIZE, end), with_logits=False)
+        batches = itertools.cycle([self._batch(range(count), place, place + 1) for place in range(end, CONTEXT)])
         return rate(lambda: self._runner.forward_largest(next(batches), with_logits=False), count, self._threads)
 
     def prefill(self) -> float:
         """Prompt tokens a second."""
         return rate(self._prefill(PREFILL), PREFILL, self._threads)
 
-    def _decoding(self, count: int, length: int) -> RaggedBatch:
-        blocks = CONTEXT // BLOCK_SIZE
-        tables = torch.arange(count * blocks, dtype=torch.int32).view(count, blocks)
+    def _prefill(self, length: int) -> Callable[[], None]:
+        batch = self._batch([0], 0, length)
+        return lambda: self._runner.forward_largest(batch, with_logits=False)
+
+    def _batch(self, seq_ids: Sequence[int], start: int, end: int) -> RaggedBatch:
+        """A step that evaluates the same positions of sequences."""
+        count, length = len(seq_ids), end - start
+        tables = {recurs: self._tables(seq_ids, end, recurs) for recurs in self._recurs}
+        positions = torch.arange(start, end).repeat(count)
+        entries = torch.arange(count).repeat_interleave(length)
+        slots = {
+            recurs: table[entries, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
+            for recurs, table in tables.items()
+        }
         return RaggedBatch(
-            input_ids=torch.randint(self._vocab_size, (count,), generator=torch.Generator().manual_seed(length)),
-            positions=torch.full((count,), length - 1),
-            query_starts=torch.arange(count + 1, dtype=torch.int32),
-            kv_lens=torch.full((count,), length, dtype=torch.int32),
-            slots=(tables[:, -1].long() * BLOCK_SIZE + (length - 1) % BLOCK_SIZE,) * self._groups,
-            block_tables=(tables,) * self._groups,
-            logit_rows=torch.arange(count),
-            max_query_len=1,
-            max_kv_len=length,
+            input_ids=torch.randint(
+                self._vocab_size, (count * length,), generator=torch.Generator().manual_seed(start)
+            ),
+            positions=positions,
+            query_starts=torch.arange(0, count * length + 1, length, dtype=torch.int32),
+            kv_lens=torch.full((count,), end, dtype=torch.int32),
+            slots=tuple(slots[recurs] for recurs in self._recurs),
+            block_tables=tuple(tables[recurs] for recurs in self._recurs),
+            logit_rows=torch.arange(length - 1, count * length, length),
+            max_query_len=length,
+            max_kv_len=end,
         )
 
-    def _prefill(self, length: int) -> Callable[[], None]:
-        batch = RaggedBatch(
-            input_ids=torch.randint(self._vocab_size, (length,), generator=torch.Generator().manual_seed(1)),
-            positions=torch.arange(length),
-            query_starts=torch.tensor([0, length], dtype=torch.int32),
-            kv_lens=torch.tensor([length], dtype=torch.int32),
-            slots=(torch.arange(length),) * self._groups,
-            block_tables=(torch.arange(length // BLOCK_SIZE, dtype=torch.int32)[None],) * self._groups,
-            logit_rows=torch.tensor([length - 1]),
-            max_query_len=length,
-            max_kv_len=length,
-        )
-        return lambda: self._runner.forward_largest(batch, with_logits=False)
+    def _tables(self, seq_ids: Sequence[int], end: int, recurs: bool) -> torch.Tensor:
+        """Blocks by sequence; states of a decoded sequence take turns in KEPT_STATES blocks, as behind a window."""
+        blocks = torch.arange(-(-end // BLOCK_SIZE), dtype=torch.int32)[None]
+        if recurs and end <= CONTEXT:
+            return blocks % KEPT_STATES + KEPT_STATES * torch.tensor(seq_ids, dtype=torch.int32)[:, None]
+        return blocks + self._blocks * torch.tensor(seq_ids, dtype=torch.int32)[:, None]

@@ -118,7 +118,7 @@ def read_message(body: dict[str, Any], reader: Fields | None = None) -> HTTPRequ
     names |= {"stop": "stop_sequences", "response_format": shape_name} | thinking.names
     return HTTPRequest(
         model=fields.model,
-        requests=[build_request(params, names)],
+        requests=[build_request(params | reader.hints, names)],
         stream=bool(fields.stream),
         names=names,
         body=body,

@@ -342,7 +342,7 @@ ACCEPTED = frozenset(
 )
 HINTS = frozenset(
     (
-        *("*.cache_control", "service_tier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+        *("service_tier", "prompt_cache_key", "prompt_cache_options"),
         *("context_management", "reasoning_effort", "verbosity", "prediction", "reasoning", "thinking", "speed"),
         *("output_config.task_budget", "reasoning.summary", "reasoning.exclude"),
         *("reasoning.generate_summary", "text.verbosity", "thinking.display"),
@@ -415,6 +415,8 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "return_routed_experts": (False,),
     "stream_reasoning": (True, False),
 }
+# How long Anthropic's `cache_control` and OpenAI's `prompt_cache_retention` ask to keep a prompt, in seconds.
+CACHE_TTLS = {"5m": 300.0, "1h": 3600.0, "in_memory": 300.0, "in-memory": 300.0, "24h": 86400.0}
 # The response header that names what was ignored. Names come from the client, so their number, length and letters
 # are bounded.
 HEADER = "x-ignored-fields"
@@ -435,10 +437,16 @@ class Fields:
         self._strict = strict
         self._elsewhere = elsewhere
         self._ignored: dict[str, None] = {}
+        self._cache_ttl_s = 0.0
+
+    @property
+    def hints(self) -> dict[str, float]:
+        """The longest time for which the body asks to keep its prompt; nothing if it does not ask."""
+        return {"cache_ttl_s": self._cache_ttl_s} if self._cache_ttl_s else {}
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """The paths of the ignored fields, without their indexes: `messages[].content[].cache_control`."""
+        """The paths of the ignored fields, without their indexes: `messages[].content[].annotations`."""
         return tuple(self._ignored)
 
     @property
@@ -490,6 +498,15 @@ class Fields:
         """Refuse or ignore a field that the endpoint does not use."""
         plain = _INDEX.sub("", path)
         if plain in ACCEPTED:
+            return
+        if plain.rpartition(".")[2] == "cache_control" or plain == "prompt_cache_retention":
+            if value in _NOTHING:
+                return
+            ttl = value.get("ttl", "5m") if isinstance(value, dict) else value
+            known = CACHE_TTLS.get(ttl) if isinstance(ttl, str) else None
+            self._cache_ttl_s = max(self._cache_ttl_s, known or 0.0)
+            if known is None:
+                self.ignore(path)
             return
         if plain in NEUTRAL:
             if value not in NEUTRAL[plain]:

@@ -197,7 +197,7 @@ def read_chat(body: dict[str, Any], reader: Fields | None = None) -> HTTPRequest
     params |= thinking.result(fields.chat_template_kwargs)
     names |= thinking.names
     more = {"custom": _custom_names(fields.tools or ()), "thinking": thinking.asked}
-    return _request(fields, [params], names, num_top=num_top, **more)
+    return _request(fields, [params | reader.hints], names, num_top=num_top, **more)
 
 
 def _thinking(fields: ChatFields, reader: Fields) -> ThinkingParams:

@@ -175,7 +175,7 @@ def read_response(
     names |= thinking.names
     return HTTPRequest(
         model=fields.model,
-        requests=[build_request(params, names)],
+        requests=[build_request(params | reader.hints, names)],
         stream=bool(fields.stream),
         names=names,
         body=body | {"asked": asked},

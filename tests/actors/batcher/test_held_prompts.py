@@ -16,10 +16,9 @@ from genbatch.actors.batcher.requests import HeldPrompt
 from genbatch.actors.batcher.slots import HeldPrompts
 from genbatch.actors.scheduling.request import RequestList
 from genbatch.actors.scheduling.scheduler import FIFOScheduler, MicroBatchOutput
-from genbatch.nif.models.loaded_model import Model
 from genbatch.proto.errors import InvalidRequest, Unavailable
 from genbatch.proto.messages import Message
-from tests.actors.batcher.bench import batcher
+from tests.actors.batcher.bench import TinyModel, batcher, prompt_of
 from tests.waiting import ENGINE_PATIENCE_S
 
 
@@ -138,7 +137,7 @@ async def test_tokens_of_a_held_prompt_that_were_evaluated_for_the_very_request_
 
 @pytest.mark.trio
 async def test_a_session_finds_no_room_beside_others_for_now_and_in_a_pool_that_is_too_small_for_good(
-    tiny_model: Callable[[str], Model],
+    tiny_model: TinyModel,
 ) -> None:
     model = tiny_model("llama")
     turns = [Message(role="user", content="a word " * 12)]
@@ -163,3 +162,20 @@ async def test_a_session_finds_no_room_beside_others_for_now_and_in_a_pool_that_
         with pytest.raises(InvalidRequest, match="KV blocks needed") as refused_for_good:
             await bench.ref.call(LoadSession(state), timeout=None)
         assert refused_for_good.value.field == "state"
+
+
+@pytest.mark.trio
+async def test_other_texts_leave_the_prefix_cache_before_a_prompt_that_its_request_asks_to_keep(
+    tiny_model: TinyModel,
+) -> None:
+    found = {}
+    for share in (0.5, 0.0):
+        async with batcher(tiny_model("llama"), num_blocks=[64], kept_prefix_share=share) as bench:
+            prompt = prompt_of(40, 1)
+            await bench.generate(token_ids=prompt, max_tokens=2, cache_ttl_s=3600.0)
+            assert (bench.actor.ctx.kv.num_kept > 0) == (share > 0)
+            for seed in range(2, 12):
+                await bench.generate(token_ids=prompt_of(40, seed), max_tokens=2)
+            again = await bench.generate(token_ids=prompt, max_tokens=2)
+            found[share] = again.usage.cached_tokens
+    assert found == {0.5: 36, 0.0: 0}

@@ -56,7 +56,10 @@ class KVCacheMachine(RuleBasedStateMachine):
             block_size=_BLOCK_SIZE,
             num_sequences=_NUM_SEQUENCES,
             allow_block_sharing=self.allow_block_sharing,
+            clock=lambda: self.now,
         )
+        self.now = 0.0
+        self.kv.allow_keeping(0.4)
         self.model: list[list[int]] = [[] for _ in range(_NUM_SEQUENCES)]
         self.slots: list[dict[int, int]] = [{} for _ in groups]  # per group, slot -> what was written there
         self.swapped: list[tuple[list[int], list[list[list[int]]]]] = []
@@ -93,6 +96,17 @@ class KVCacheMachine(RuleBasedStateMachine):
             assert cached == len(held)
         self.model[seq_id] = tokens[:cached]
         self._step({seq_id: tokens[cached:]}, succeed=True)
+
+    @rule(
+        prompt=st.sampled_from(_PROMPTS), key=st.sampled_from(_KEYS), length=st.integers(1, 20), ttl=st.integers(1, 5)
+    )
+    def keep(self, prompt: list[int], key: bytes, length: int, ttl: int) -> None:
+        self.kv.keep(prompt[:length], key, float(ttl))
+
+    @rule(seconds=st.integers(1, 4))
+    def time_passes(self, seconds: int) -> None:
+        self.now += seconds
+        assert self.kv.num_kept <= sum(int(0.4 * count) for count in self.kv.num_blocks)
 
     # Sequences
 

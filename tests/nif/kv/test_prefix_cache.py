@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genbatch.nif.kv.block_pool import PrefixCache, prefix_key, root_hash
+from genbatch.nif.kv.kv_cache import KVCache
 from genbatch.nif.runner import LayerGroup
 
 
@@ -177,3 +178,85 @@ def test_blocks_after_another_beginning_are_counted_as_a_volatile_line() -> None
     cache, _ = _of_three_kinds()
     assert cache.match([7, 7, 7, 7, *range(4, 12), 99, 99, 99, 99], b"").blocks == []
     assert cache.num_recomputed["volatile_line"] == 8
+
+
+class Prompts:
+    """Prompts of two blocks each, which come to a cache of eight blocks and go."""
+
+    def __init__(self, share: float, *windows: int | None) -> None:
+        self.now = 0.0
+        groups = _groups(*(windows or (None,)))
+        self.kv = KVCache(groups, num_blocks=[8] * len(groups), block_size=4, num_sequences=1, clock=lambda: self.now)
+        self.kv.allow_keeping(share)
+
+    def comes(self, number: int, key: bytes = b"") -> int:
+        """Evaluate a prompt; returns how many of its tokens were cached."""
+        prompt = [number] * 9
+        cached = self.kv.attach_prefix(0, prompt, key)
+        self.kv.reserve([(0, prompt[cached:], cached)]).commit()
+        self.kv.seq_rm(0)
+        self.kv.check_integrity()
+        return cached
+
+    def keep(self, number: int, ttl_s: float, key: bytes = b"") -> None:
+        self.kv.keep([number] * 9, key, ttl_s)
+
+
+def test_a_prompt_that_is_kept_outlives_newer_ones_until_its_time_is_over() -> None:
+    prompts = Prompts(0.5)
+    for number in (1, 2):
+        prompts.comes(number)
+    prompts.keep(1, 10.0)
+    assert prompts.comes(1) == 8 and prompts.kv.num_kept == 2
+    for number in range(10, 20):
+        assert prompts.comes(number) == 0
+    assert prompts.comes(2) == 0 and prompts.comes(1) == 8
+    prompts.now = 10.0
+    assert prompts.kv.num_kept == 0
+    for number in range(10, 20):
+        prompts.comes(number)
+    assert prompts.comes(1) == 0
+
+
+def test_what_is_kept_refuses_no_sequence_its_memory() -> None:
+    prompts = Prompts(1.0)
+    for number in range(3):
+        prompts.keep(number, 10.0)
+        prompts.comes(number)
+    assert prompts.kv.num_kept == 6
+    prompts.kv.reserve([(0, [99] * 32, 0)]).commit()  # all blocks
+    assert prompts.kv.num_kept == 0
+
+
+def test_the_operator_bounds_what_is_kept_and_the_oldest_goes_first() -> None:
+    prompts = Prompts(0.5)
+    for number in range(3):
+        prompts.keep(number, 10.0)
+        prompts.comes(number)
+    assert prompts.kv.num_kept == 4
+    for number in range(10, 20):
+        prompts.comes(number)
+    assert [prompts.comes(number) for number in (2, 1)] == [8, 8] and prompts.comes(0) == 0
+    off = Prompts(0.0)
+    off.keep(1, 10.0)
+    off.comes(1)
+    assert off.kv.num_kept == 0
+
+
+def test_a_prompt_is_kept_for_its_owner_alone_and_for_the_longest_time_asked() -> None:
+    prompts = Prompts(0.5)
+    prompts.keep(1, 10.0, b"one")
+    prompts.keep(1, 5.0, b"one")
+    prompts.comes(1, b"other")
+    assert prompts.kv.num_kept == 0
+    prompts.comes(1, b"one")
+    prompts.now = 6.0
+    assert prompts.kv.num_kept == 2
+
+
+def test_what_fell_behind_a_window_is_not_kept() -> None:
+    prompts = Prompts(1.0, None, 5)
+    prompts.keep(1, 10.0)
+    prompts.kv.reserve([(0, [1] * 30, 0)]).commit()
+    prompts.kv.seq_rm(0)
+    assert prompts.kv.num_kept == 2  # of the group that attends to all positions; the prompt was not attached

@@ -79,6 +79,7 @@ def test_what_claude_code_always_sends_is_read_and_what_cannot_be_followed_is_na
     (asked,) = request.requests
     assert [tool.name for tool in asked.tools] == ["Bash", "Read"]
     assert asked.max_tokens == 32000 and request.stream
+    assert asked.cache_ttl_s == 300.0
     turns = to_builtins(asked.messages)
     assert turns == [
         # The header for billing is a line of its own, which the Batcher takes out.
@@ -91,14 +92,48 @@ def test_what_claude_code_always_sends_is_read_and_what_cannot_be_followed_is_na
     ]
     assert sorted(reader.ignored) == [
         "context_management",
-        "messages[].content[].cache_control",
-        "system[].cache_control",
         "thinking.display",
-        "tools[].cache_control",
         "tools[].web_search_20250305",
     ]
     counted = {name: value for name, value in CLAUDE_CODE.items() if name not in ("max_tokens", "stream", "metadata")}
     assert read_count(counted, Fields(strict=True))[1]["messages"] == turns
+
+
+HOUR = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "ttl_s"),
+    [
+        (MESSAGES, {"cache_control": {"type": "ephemeral"}}, 300.0),
+        (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", **HOUR}]}]}, 3600.0),
+        (
+            MESSAGES,
+            {"system": [{"type": "text", "text": "x", **CACHED}, {"type": "text", "text": "y", **HOUR}]},
+            3600.0,
+        ),
+        (MESSAGES, {"cache_control": {}}, None),
+        (CHAT, {"prompt_cache_retention": "24h"}, 86400.0),
+        (CHAT, {"prompt_cache_retention": "in_memory", "messages": [{"role": "user", "content": "x", **HOUR}]}, 3600.0),
+        (CHAT, {}, None),
+        (RESPONSES, {"prompt_cache_retention": "in-memory"}, 300.0),
+    ],
+)
+def test_a_body_says_how_long_its_prompt_may_come_again(path: str, body: dict[str, Any], ttl_s: float | None) -> None:
+    reader = Fields(strict=True)
+    if path == RESPONSES:
+        request = read_response({"model": "m", "input": "x", **body}, Conversations(), "me", reader)
+    else:
+        read = read_message if path == MESSAGES else read_chat
+        request = read({"model": "m", "max_tokens": 4, "messages": USER, **body}, reader)
+    assert request.requests[0].cache_ttl_s == ttl_s and not reader.ignored
+
+
+@pytest.mark.parametrize("ttl", ["2d", 7, None])
+def test_an_unknown_time_to_keep_a_prompt_is_ignored_and_named(ttl: object) -> None:
+    reader = Fields(strict=True)
+    body = {"model": "m", "max_tokens": 4, "messages": USER, "cache_control": {"type": "ephemeral", "ttl": ttl}}
+    assert read_message(body, reader).requests[0].cache_ttl_s is None and reader.ignored == ("cache_control",)
 
 
 def test_what_codex_always_sends_is_read_and_what_cannot_be_followed_is_named() -> None:
