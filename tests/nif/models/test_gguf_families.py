@@ -262,8 +262,9 @@ def put_metadata(writer: gguf.GGUFWriter, name: str, config: Any) -> None:
         values["ssm.inner_size"] = config.linear_num_value_heads * config.linear_value_head_dim
         values["full_attention_interval"] = 2
         values["attention.value_length"] = head_dim
-        pairs = values["rope.dimension_count"] // 2  # of a text, whose axes have the same positions
-        writer.add_rope_dimension_sections([pairs - pairs // 2, pairs // 2, 0, 0])
+        # Pairs take turns by axis, as in published files; llama.cpp turns a pair that no axis has by position 0.
+        pairs = values["rope.dimension_count"] // 2
+        writer.add_rope_dimension_sections([len(range(axis, pairs, 3)) for axis in range(3)] + [0])
     if name == "lfm2":
         heads = values.pop("attention.head_count_kv")
         writer.add_array(f"{arch}.attention.head_count_kv", [0 if k == "conv" else heads for k in config.layer_types])
