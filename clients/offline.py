@@ -90,7 +90,7 @@ class InferenceSession:
         if self.finished:
             return None
         position = len(self.prompt_tokens) + len(self.generated_ids)
-        [drawn] = sample(last_logits.view(1, -1), [self._sampler], [position])
+        [drawn] = sample(last_logits.cpu().numpy()[None], [self._sampler], [position])
         if not isinstance(drawn, Sampled):
             raise ValueError(drawn.reason)
         self._sampler.accept(drawn.token_id)
@@ -198,7 +198,7 @@ class InferenceEngine:
             tokens = session.tokens
             batch.append(Entry(session.seq_id, tokens[-1:], len(tokens) - 1))
         with self._autocast():
-            return torch.cat(self.context.eval(batch))
+            return torch.cat([torch.as_tensor(rows) for rows in self.context.eval(batch)])
 
     def release_kv_blocks(self, session: InferenceSession) -> None:
         """Return a session's slot and blocks to the pool; a session without a slot does not change."""

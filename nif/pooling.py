@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from genbatch.nif.errors import ModelError
 from genbatch.nif.scoring import Scoring, read_json, read_object
@@ -81,8 +82,10 @@ class Pooling:
         """Return the text that the model reads: with the prefix, and in lower case if the model expects it."""
         return self.prefix + (text.lower() if self.lowercase else text)
 
-    def finish(self, pooled: torch.Tensor, dimensions: int | None = None, *, activates: bool = True) -> torch.Tensor:
-        """Return the embedding, [dimensions or size] float32, or the scores.
+    def finish(
+        self, pooled: npt.NDArray[np.float32], dimensions: int | None = None, *, activates: bool = True
+    ) -> npt.NDArray[np.float32]:
+        """Return the embedding, [dimensions or size], or the scores.
 
         Args:
             pooled: [size], pooled from the states by the rule `kind`; [vocab_size] for RANK.
@@ -90,10 +93,11 @@ class Pooling:
         """
         if self.scoring is not None:
             return self.scoring.finish(pooled, activates=activates)
-        vector = pooled.float()[:dimensions]
+        vector = pooled[:dimensions]
         if not self.normalize:
             return vector
-        return torch.nn.functional.normalize(vector, dim=0)
+        # As torch's `normalize`: a vector of zeros stays one.
+        return vector / np.float32(max(float(np.linalg.norm(vector)), 1e-12))
 
 
 def directory_pooling(model: str, directory: Path, config: Any) -> Pooling | None:

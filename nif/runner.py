@@ -8,13 +8,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from genbatch.nif.errors import BatchError
+
+if TYPE_CHECKING:  # a native engine does without torch
+    import torch
+
+Rows: TypeAlias = "npt.NDArray[np.float32] | torch.Tensor"
+"""[R, width] float32: rows of logits or of hidden states, an array on the host or a tensor on a GPU."""
+
+Content: TypeAlias = "npt.NDArray[np.uint8] | torch.Tensor"
+"""[blocks, bytes_per_block] uint8 on the host: the content of KV blocks. A tensor where a GPU copies it."""
+
+
+def host_copy(rows: Rows) -> npt.NDArray[np.float32]:
+    """Return a copy of rows on the host: a runner may overwrite them in its next step."""
+    if isinstance(rows, np.ndarray):
+        return rows.copy()
+    copied: npt.NDArray[np.float32] = rows.to("cpu", copy=True).numpy()
+    return copied
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +99,8 @@ class Largest:
 class LoraLinear:
     """What an adapter adds to one linear."""
 
-    a: torch.Tensor  # [rank, inputs] float32
-    b: torch.Tensor  # [outputs, rank] float32
+    a: "torch.Tensor"  # [rank, inputs] float32
+    b: "torch.Tensor"  # [outputs, rank] float32
     scale: float
 
     @property
@@ -169,20 +185,20 @@ def num_states(entry: Entry) -> int:
 class RaggedBatch:
     """All entries of a step laid end to end, without padding; built by Context, read by a runner.
 
-    B entries, T tokens in all, G layer groups. Index tensors live on the runner's device.
+    B entries, T tokens in all, G layer groups. The arrays are the host's; a runner on a device copies them there.
     """
 
-    input_ids: torch.Tensor  # [T] int64
-    positions: torch.Tensor  # [T] int64
-    query_starts: torch.Tensor  # [B + 1] int32, prefix sums of the entries' token counts
-    kv_lens: torch.Tensor  # [B] int32, positions held once this step's tokens are written
-    slots: tuple[torch.Tensor, ...]  # per group [T] int64: block id * block_size + offset to write to
-    block_tables: tuple[torch.Tensor, ...]  # per group [B, max_blocks] int32, 0 where unused or evicted
-    logit_rows: torch.Tensor  # [R] int64, indices into the T tokens whose logits are wanted
+    input_ids: npt.NDArray[np.int64]  # [T]
+    positions: npt.NDArray[np.int64]  # [T]
+    query_starts: npt.NDArray[np.int32]  # [B + 1] prefix sums of the entries' token counts
+    kv_lens: npt.NDArray[np.int32]  # [B] positions held once this step's tokens are written
+    slots: tuple[npt.NDArray[np.int64], ...]  # per group [T]: block id * block_size + offset to write to
+    block_tables: tuple[npt.NDArray[np.int32], ...]  # per group [B, max_blocks], 0 where unused or evicted
+    logit_rows: npt.NDArray[np.int64]  # [R] indices into the T tokens whose logits are wanted
     max_query_len: int
     max_kv_len: int
-    state_rows: torch.Tensor | None = None  # [S] int64, indices into the T tokens whose hidden states are wanted
-    adapters: torch.Tensor | None = None  # [T] int64 on the CPU, each token's adapter, 0: none; None: nobody has one
+    state_rows: npt.NDArray[np.int64] | None = None  # [S] indices into the T tokens whose hidden states are wanted
+    adapters: npt.NDArray[np.int64] | None = None  # [T] each token's adapter, 0: none; None: nobody has one
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +219,7 @@ class BatchLimits:
 
 
 def check_batch(batch: RaggedBatch, limits: BatchLimits) -> None:
-    """Checks every index of a batch whose tensors are on the CPU.
+    """Check every index of a batch.
 
     Raises:
         BatchError: an index leads outside the pool, the block table, the vocabulary or the batch.
@@ -232,10 +248,10 @@ def check_batch(batch: RaggedBatch, limits: BatchLimits) -> None:
         _check_range(f"group {group}: slot", slots, num_blocks * limits.block_size)
 
 
-def _check_range(what: str, values: torch.Tensor, limit: int) -> None:
-    if values.numel() == 0:
+def _check_range(what: str, values: np.ndarray, limit: int) -> None:
+    if values.size == 0:
         return
-    lowest, highest = (int(extreme) for extreme in torch.aminmax(values))
+    lowest, highest = int(values.min()), int(values.max())
     if lowest < 0 or highest >= limit:
         raise BatchError(f"{what} {lowest if lowest < 0 else highest} is outside 0..{limit - 1}")
 
@@ -248,7 +264,6 @@ class Runner(Protocol):
 
     name: str  # for the banner: which path runs
     quantize: str  # the value of the option that took effect
-    device: torch.device
     vocab_size: int  # width of the logits
     groups: tuple[LayerGroup, ...]
 
@@ -260,7 +275,7 @@ class Runner(Protocol):
         """Makes the KV pool: `num_blocks[g]` blocks for group g. Called once, before any forward."""
         ...
 
-    def forward(self, batch: RaggedBatch) -> torch.Tensor:
+    def forward(self, batch: RaggedBatch) -> Rows:
         """Writes the batch's keys and values to its slots and returns logits [R, vocab_size] float32."""
         ...
 
@@ -268,11 +283,11 @@ class Runner(Protocol):
         """Copies whole blocks (source, destination) within the pool: copy on write, beam forks."""
         ...
 
-    def read_blocks(self, group: int, blocks: Sequence[int]) -> torch.Tensor:
-        """The blocks' content as one host tensor [len(blocks), bytes_per_block] uint8; see `BackgroundCopies`."""
+    def read_blocks(self, group: int, blocks: Sequence[int]) -> Content:
+        """Return the blocks' content; see `BackgroundCopies`."""
         ...
 
-    def write_blocks(self, group: int, blocks: Sequence[int], content: torch.Tensor) -> None:
+    def write_blocks(self, group: int, blocks: Sequence[int], content: Content) -> None:
         """Puts back what `read_blocks` gave, possibly into other blocks."""
         ...
 
@@ -285,7 +300,9 @@ class Runner(Protocol):
 class ChoosingRunner(Protocol):
     """A runner that finds each row's largest logit as it computes them, so that they need not be written and read."""
 
-    def forward_largest(self, batch: RaggedBatch, *, with_logits: bool) -> tuple[torch.Tensor | None, Largest]:
+    def forward_largest(
+        self, batch: RaggedBatch, *, with_logits: bool
+    ) -> tuple[npt.NDArray[np.float32] | None, Largest]:
         """As `forward`: the logits, None if they are not wanted, and each row's largest."""
         ...
 
@@ -301,7 +318,7 @@ class InvariantRunner(Protocol):
 class StateRunner(Protocol):
     """A runner that also gives the hidden states that embeddings are made of."""
 
-    def forward_states(self, batch: RaggedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward_states(self, batch: RaggedBatch) -> tuple[Rows, Rows]:
         """As `forward`, and the hidden states of `batch.state_rows`, [S, hidden] float32."""
         ...
 
@@ -341,12 +358,12 @@ class Launched(Protocol):
 class LaunchingRunner(Runner, Protocol):
     """A runner that begins a decode step, draws included, without waiting for the device."""
 
-    def launch(self, batch: RaggedBatch, draws: torch.Tensor, after: Launched | None) -> Launched:
+    def launch(self, batch: RaggedBatch, draws: npt.NDArray[np.float64], after: Launched | None) -> Launched:
         """Begins a step; at most one other may be under way.
 
         Args:
             batch: one token an entry, each with its row of logits. It may be changed once this returns.
-            draws: [R, 5] float64 on the CPU, how each row's next token is drawn; see `DrawTable`.
+            draws: [R, 5] float64, how each row's next token is drawn; see `DrawTable`.
             after: the step launched before this one, over the same rows: its tokens are this step's input, and
                 those in `batch` are not read. None takes those in `batch`.
 

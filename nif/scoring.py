@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from genbatch.nif.errors import ModelError
 
@@ -41,34 +42,42 @@ class Scoring:
     Args:
         labels: the names of the numbers.
         activation: SIGMOID, SOFTMAX or IDENTITY.
-        weight, bias: of the head, [labels, hidden] and [labels] float32; None where the model's runner applies it.
+        weight, bias: of the head, [labels, hidden] and [labels]; None where the model's runner applies it.
         tokens: whose logits are compared: the one for yes, and the one for no where there is one. None: a head is read.
         instruction: what the model's files say in front of every pair; "": nothing.
     """
 
     labels: tuple[str, ...]
     activation: str
-    weight: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
+    weight: npt.NDArray[np.float32] | None = None
+    bias: npt.NDArray[np.float32] | None = None
     tokens: tuple[int, ...] | None = None
     instruction: str = ""
 
-    def finish(self, pooled: torch.Tensor, *, activates: bool) -> torch.Tensor:
-        """The scores, [labels] float32.
+    def finish(self, pooled: npt.NDArray[np.float32], *, activates: bool) -> npt.NDArray[np.float32]:
+        """Return the scores, [labels].
 
         Args:
             pooled: the state [hidden], the scores of a runner that applies the head [labels], or the logits [vocab].
             activates: whether the activation is applied.
         """
-        scores = pooled.float()
+        scores = pooled
         if self.tokens is not None:
             yes, *no = (scores[token] for token in self.tokens)
-            scores = (yes - no[0] if no else yes)[None]
+            scores = np.array([yes - no[0] if no else yes], np.float32)
         elif self.weight is not None:
-            scores = torch.nn.functional.linear(scores, self.weight, self.bias)
+            scores = self.weight @ scores
+            scores = scores if self.bias is None else scores + self.bias
         if not activates or self.activation == IDENTITY:
             return scores
-        return scores.sigmoid() if self.activation == SIGMOID else scores.softmax(0)
+        probabilities: npt.NDArray[np.float32]
+        if self.activation == SIGMOID:
+            with np.errstate(over="ignore"):  # of exp, far below 0, where the result is 0
+                probabilities = np.float32(1) / (np.float32(1) + np.exp(-scores))
+            return probabilities
+        weights = np.exp(scores - scores.max())
+        probabilities = weights / weights.sum()
+        return probabilities
 
 
 def is_classifier(config: Any) -> bool:
@@ -93,8 +102,8 @@ def classifier_scoring(model: str, directory: Path, config: Any) -> Scoring:
     return Scoring(labels=labels, activation=activation)
 
 
-def head_of(model: str, weights: "WeightSource") -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The weight and the bias of a decoder's head, float32.
+def head_of(model: str, weights: "WeightSource") -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32] | None]:
+    """Return the weight and the bias of a decoder's head.
 
     Raises:
         ModelError: the files have none.
@@ -102,8 +111,8 @@ def head_of(model: str, weights: "WeightSource") -> tuple[torch.Tensor, torch.Te
     names = weights.names()
     if "score.weight" not in names:
         raise ModelError(model, "its weights lack score.weight, the head that scores")
-    bias = weights.tensor("score.bias").whole().float() if "score.bias" in names else None
-    return weights.tensor("score.weight").whole().float(), bias
+    bias = weights.tensor("score.bias").whole().float().numpy() if "score.bias" in names else None
+    return weights.tensor("score.weight").whole().float().numpy(), bias
 
 
 GGUF_RANK = 4
@@ -124,8 +133,8 @@ def gguf_scoring(file: Any) -> Scoring | None:
     """
     if f"{_HEAD}.weight" not in file.names():
         return None
-    weight = file.tensor(f"{_HEAD}.weight").whole()
-    bias = file.tensor(f"{_HEAD}.bias").whole() if f"{_HEAD}.bias" in file.names() else None
+    weight = file.tensor(f"{_HEAD}.weight").whole().numpy()
+    bias = file.tensor(f"{_HEAD}.bias").whole().numpy() if f"{_HEAD}.bias" in file.names() else None
     labels = file.metadata.get(f"{file.architecture}.classifier.output_labels")
     if len(weight) == 2 and labels == ["yes", "no"]:
         weight, bias = weight[:1] - weight[1:], None if bias is None else bias[:1] - bias[1:]

@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
 Candidates = Sequence[tuple[int, float]]  # (token id, log-probability), likeliest first
 
@@ -33,9 +33,9 @@ class Beam:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     score: np.float32 = field(default_factory=lambda: np.float32(0))
-    logits: list[torch.Tensor] = field(default_factory=list)
+    logits: list[npt.NDArray[np.float32]] = field(default_factory=list)
 
-    def extended(self, token_id: int, logprob: float, score: np.float32, row: torch.Tensor | None) -> "Beam":
+    def extended(self, token_id: int, logprob: float, score: np.float32, row: npt.NDArray[np.float32] | None) -> "Beam":
         """Return the beam with one more token."""
         logits = self.logits if row is None else [*self.logits, row]
         return Beam(self.slot, [*self.tokens, token_id], [*self.logprobs, logprob], score, logits)
@@ -61,7 +61,7 @@ class BeamSearch:
         self.running = [Beam()]
         self.ended: list[Beam] = []  # best first
         self.moves: list[tuple[int, int]] = []
-        self._drawn: dict[int, tuple[Candidates, torch.Tensor | None]] = {}
+        self._drawn: dict[int, tuple[Candidates, npt.NDArray[np.float32] | None]] = {}
 
     @property
     def ended_by_stop(self) -> bool:
@@ -78,7 +78,7 @@ class BeamSearch:
         """The running beams that have no candidates yet."""
         return [beam for beam in self.running if beam.slot not in self._drawn]
 
-    def draw(self, slot: int, candidates: Candidates, row: torch.Tensor | None = None) -> bool:
+    def draw(self, slot: int, candidates: Candidates, row: npt.NDArray[np.float32] | None = None) -> bool:
         """Take the candidates of the beam at `slot`; return whether every running beam has its candidates now."""
         self._drawn[slot] = (candidates, row)
         return not self.waiting

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from genbatch.actors.batcher.messages import Embedded, charged_account
 from genbatch.actors.batcher.options import BatcherOptions
@@ -25,7 +26,7 @@ from genbatch.actors.batcher.requests import Books, Evaluated, Planned, Request,
 from genbatch.nif.kv.block_pool import prefix_key
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.pooling import Pooling
-from genbatch.nif.runner import Logits
+from genbatch.nif.runner import Logits, Rows, host_copy
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
 from genbatch.proto.errors import EngineError, InvalidRequest, PromptTooLong
 from genbatch.proto.messages import EmbedRequest, FinishReason, ScoreRequest
@@ -54,7 +55,7 @@ class PooledText:
 
     def __init__(self, pooling: Pooling) -> None:
         self._pooling = pooling
-        self._sum = torch.zeros(pooling.size)
+        self._sum = np.zeros(pooling.size, np.float32)
         self._count = 0
 
     def states(self, *, is_last: bool) -> Logits:
@@ -65,14 +66,14 @@ class PooledText:
             return Logits.NONE
         return Logits.LAST_STATE if self._pooling.needs_states else Logits.LAST
 
-    def add(self, first: int, states: torch.Tensor) -> None:
+    def add(self, first: int, states: npt.NDArray[np.float32]) -> None:
         """Add the rows read from a chunk, [n, size]; the chunk begins at position `first`."""
         if not self._pooling.needs_every_state:
             self._sum = states[-1]
             self._count = 1
             return
         if first == 0:  # a paused text begins again
-            self._sum, self._count = torch.zeros(self._pooling.size), 0
+            self._sum, self._count = np.zeros(self._pooling.size, np.float32), 0
         assert first == self._count, f"states from {first} on, after {self._count}"
         self._sum = self._sum + states.sum(0)
         self._count += len(states)
@@ -80,11 +81,11 @@ class PooledText:
     @property
     def is_finite(self) -> bool:
         """True if all values are finite numbers."""
-        return bool(torch.isfinite(self._sum).all())
+        return bool(np.isfinite(self._sum).all())
 
-    def vector(self, dimensions: int | None = None, *, activates: bool = True) -> torch.Tensor:
+    def vector(self, dimensions: int | None = None, *, activates: bool = True) -> npt.NDArray[np.float32]:
         """Return the embedding, or the scores; see Pooling.finish."""
-        return self._pooling.finish(self._sum / self._count, dimensions, activates=activates)
+        return self._pooling.finish(self._sum / np.float32(self._count), dimensions, activates=activates)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -142,11 +143,11 @@ class TextsRequest(Request, Generic[Asked]):
     def add(self, sequence: "TextEmbedding") -> bool:
         """Take an evaluated text; return whether it was the last."""
         self.sequences.remove(sequence)  # a request may have thousands
-        self.vectors[sequence.place] = self.vector(sequence.text).numpy().astype("<f4").tobytes()
+        self.vectors[sequence.place] = self.vector(sequence.text).astype("<f4").tobytes()
         self.num_left -= 1
         return not self.num_left
 
-    def vector(self, text: PooledText) -> torch.Tensor:
+    def vector(self, text: PooledText) -> npt.NDArray[np.float32]:
         """Return the answer to one text."""
         raise NotImplementedError
 
@@ -163,7 +164,7 @@ class EmbeddingRequest(TextsRequest[EmbedRequest]):
     def kind(self) -> str:
         return "embeddings"
 
-    def vector(self, text: PooledText) -> torch.Tensor:
+    def vector(self, text: PooledText) -> npt.NDArray[np.float32]:
         return text.vector(self.wanted.dimensions)
 
 
@@ -189,8 +190,8 @@ class TextEmbedding(Sequence):
     def reads_rows(self, planned: Planned) -> bool:
         return True
 
-    def read(self, planned: Planned, rows: torch.Tensor, drawn: Sampled | SampleFault | None) -> Evaluated:
-        return Evaluated(drawn, rows=rows.to("cpu", copy=True) if len(rows) else None)
+    def read(self, planned: Planned, rows: Rows, drawn: Sampled | SampleFault | None) -> Evaluated:
+        return Evaluated(drawn, rows=host_copy(rows) if len(rows) else None)
 
     def book(self, planned: Planned, evaluated: Evaluated, books: Books) -> None:
         """Book a chunk; the last chunk completes the embedding."""
@@ -373,7 +374,7 @@ class ScoringRequest(TextsRequest[ScoreRequest]):
     def kind(self) -> str:
         return "scores"
 
-    def vector(self, text: PooledText) -> torch.Tensor:
+    def vector(self, text: PooledText) -> npt.NDArray[np.float32]:
         return text.vector(activates=not self.wanted.raw_scores)
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import cast
 
 import msgspec
-import torch
+import numpy as np
+import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from genbatch.actors.batcher.beam_search import BeamSearch
@@ -20,7 +21,7 @@ from genbatch.actors.batcher.messages import Keep
 from genbatch.actors.batcher.requests import Books, Evaluated, Planned, Request, Sequence
 from genbatch.actors.scheduling.request import Phase
 from genbatch.nif.errors import NativeError
-from genbatch.nif.runner import Entry, Logits
+from genbatch.nif.runner import Entry, Logits, Rows, host_copy
 from genbatch.nif.sampling.draw import token_logprobs
 from genbatch.nif.sampling.prompt_lookup import PromptLookup
 from genbatch.nif.sampling.sampler import Constraint, Sampled, SampleFault, SamplerState
@@ -345,19 +346,19 @@ class Generation(Sequence):
         keep = self.request.keep
         return planned.entry.logits is Logits.ALL or keep.context or keep.generation
 
-    def read(self, planned: Planned, rows: torch.Tensor, drawn: Sampled | SampleFault | None) -> Evaluated:
+    def read(self, planned: Planned, rows: Rows, drawn: Sampled | SampleFault | None) -> Evaluated:
         keep = self.request.keep
         # Copy the rows: a runner may overwrite them in its next step.
-        kept = rows.to("cpu", copy=True) if len(rows) and (keep.context or keep.generation) else None
+        kept = host_copy(rows) if len(rows) and (keep.context or keep.generation) else None
         return Evaluated(drawn, self._prompt_logprobs(planned.entry, rows), kept)
 
-    def _prompt_logprobs(self, entry: Entry, rows: torch.Tensor) -> list[TokenLogprob]:
+    def _prompt_logprobs(self, entry: Entry, rows: Rows) -> list[TokenLogprob]:
         """Return log-probs of the prompt tokens that follow this chunk's tokens; rows are the chunk's logits."""
         num_top = self.request.wanted.prompt_logprobs
         if entry.logits is not Logits.ALL or num_top is None:
             return []
         following = self.tokens[entry.n_past + 1 : min(entry.n_past + len(entry.tokens) + 1, self.num_prompt_tokens)]
-        scored = token_logprobs(rows[: len(following)], torch.tensor(following), num_top)
+        scored = token_logprobs(host_copy(rows[: len(following)]), np.array(following, np.int64), num_top)
         return [
             TokenLogprob(token_id=token_id, logprob=score.logprob, top=dict(score.top))
             for token_id, score in zip(following, scored, strict=True)
@@ -384,7 +385,9 @@ class Generation(Sequence):
             first = entry.n_past + len(entry.tokens) - len(evaluated.rows)
             request.keep.add_context(first, evaluated.rows[: max(0, self.num_prompt_tokens - first)])
 
-    def book_drawn(self, drawn: Sampled | SampleFault, books: Books, rows: torch.Tensor | None = None) -> None:
+    def book_drawn(
+        self, drawn: Sampled | SampleFault, books: Books, rows: npt.NDArray[np.float32] | None = None
+    ) -> None:
         """Book a drawn token and the row that it was drawn from; fail the request if the draw failed."""
         if drawn.failed:
             books.fail(self.request, self.request.refusal(drawn))

@@ -3,7 +3,7 @@
 Other methods send their protocol request unchanged (`proto/methods.py`). Draining is the state that a DrainRequest
 begins: new requests are refused, and every caller gets its reply once the open requests have ended.
 
-This file imports torch only for logits that are kept, since a gateway process does without it.
+This file imports numpy only for logits that are kept, since a gateway process does without it.
 """
 
 from collections.abc import Callable, Hashable
@@ -19,7 +19,8 @@ from genbatch.proto.service_messages import Drained
 from genbatch.proto.validation import RequestLimits, check_types, validate_drawn, validate_request
 
 if TYPE_CHECKING:
-    import torch
+    import numpy as np
+    import numpy.typing as npt
 
 
 # Claude Code writes such a line at the top of its system prompt, with another value in each request.
@@ -59,39 +60,39 @@ class Keep:
     def __init__(self, *, context: bool = False, generation: bool = False) -> None:
         self.context = context
         self.generation = generation
-        self._context: dict[int, torch.Tensor] = {}  # by position
-        self._generation: dict[int, list[torch.Tensor]] = {}  # by choice or beam
+        self._context: dict[int, npt.NDArray[np.float32]] = {}  # by position
+        self._generation: dict[int, list[npt.NDArray[np.float32]]] = {}  # by choice or beam
 
-    def add_context(self, first: int, rows: "torch.Tensor") -> None:
+    def add_context(self, first: int, rows: "npt.NDArray[np.float32]") -> None:
         """Book the logits [n, vocab_size] after positions first, first + 1, …; a repeat replaces them."""
         self._context.update(enumerate(rows, first))
 
-    def add_generation(self, choice: int, row: "torch.Tensor") -> None:
+    def add_generation(self, choice: int, row: "npt.NDArray[np.float32]") -> None:
         """Book the logits [vocab_size] that the choice's next token was chosen from."""
         self._generation.setdefault(choice, []).append(row)
 
-    def set_generation(self, choice: int, rows: "list[torch.Tensor]") -> None:
+    def set_generation(self, choice: int, rows: "list[npt.NDArray[np.float32]]") -> None:
         """Book all of a beam's rows at once, since a beam's rank is known only at the end."""
         self._generation[choice] = rows
 
-    def context_logits(self) -> "torch.Tensor | None":
-        """Return [num_prompt_tokens, vocab_size] float32 on the CPU; None if nothing was kept."""
+    def context_logits(self) -> "npt.NDArray[np.float32] | None":
+        """Return [num_prompt_tokens, vocab_size]; None if nothing was kept."""
         return _stack([self._context[position] for position in sorted(self._context)])
 
-    def generation_logits(self, choice: int = 0) -> "torch.Tensor | None":
-        """Return [num_generated, vocab_size] float32 on the CPU; None if nothing was kept."""
+    def generation_logits(self, choice: int = 0) -> "npt.NDArray[np.float32] | None":
+        """Return [num_generated, vocab_size]; None if nothing was kept."""
         return _stack(self._generation.get(choice, []))
 
-    def last_generation_row(self) -> "torch.Tensor | None":
+    def last_generation_row(self) -> "npt.NDArray[np.float32] | None":
         """Return the newest row of the first choice, [vocab_size]; None if nothing was kept."""
         rows = self._generation.get(0)
         return rows[-1] if rows else None
 
 
-def _stack(rows: "list[torch.Tensor]") -> "torch.Tensor | None":
-    import torch  # a gateway process does without
+def _stack(rows: "list[npt.NDArray[np.float32]]") -> "npt.NDArray[np.float32] | None":
+    import numpy as np  # here: a gateway process does without
 
-    return torch.stack(rows) if rows else None
+    return np.stack(rows) if rows else None
 
 
 @dataclass(frozen=True, slots=True)

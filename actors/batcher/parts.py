@@ -261,7 +261,7 @@ def model_cards(ctx: Context, n_parallel: int) -> tuple[ModelCard, ...]:
         n_ctx=ctx.max_positions,
         n_parallel=n_parallel,
         vocab_size=model.vocab_size,
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=model.dtype,
         quantize=runner.quantize,
         runner=runner.name,
         device=str(model.device),

@@ -14,13 +14,14 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
+import numpy as np
+import numpy.typing as npt
 import outcome
-import torch
 
 from genbatch.actors.batcher.messages import charged_account
 from genbatch.actors.runtime.actor import From, Monitor, reply, reply_error
 from genbatch.actors.scheduling.request import LlmRequest, Phase, RequestList
-from genbatch.nif.runner import Entry, Logits, LoraAdapter
+from genbatch.nif.runner import Entry, Logits, LoraAdapter, Rows
 from genbatch.nif.sampling.sampler import Constraint, Sampled, SampleFault, SamplerState
 from genbatch.nif.text.tokenizer import ChatPrompt
 from genbatch.proto.errors import Cancelled, DeadlineExceeded, GenbatchError
@@ -56,7 +57,7 @@ class Evaluated:
 
     drawn: Sampled | SampleFault | None
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    rows: torch.Tensor | None = None
+    rows: npt.NDArray[np.float32] | None = None
 
 
 class Books(Protocol):
@@ -197,7 +198,7 @@ class Slotted(LlmRequest):
         """Return whether the unit reads the rows of an entry's logits in addition to the draw."""
         return False
 
-    def read(self, planned: Planned, rows: torch.Tensor, drawn: Sampled | SampleFault | None) -> Evaluated:
+    def read(self, planned: Planned, rows: Rows, drawn: Sampled | SampleFault | None) -> Evaluated:
         """Return the results of a step for one of its entries."""
         return Evaluated(drawn)
 

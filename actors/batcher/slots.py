@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Set
 from collections.abc import Sequence as ListOf
 from typing import cast
 
-import torch
 import trio
 
 from genbatch.actors.batcher.journal import Journal
@@ -22,7 +21,7 @@ from genbatch.nif.context import Context
 from genbatch.nif.errors import OptionError
 from genbatch.nif.kv.block_tables import Beginning
 from genbatch.nif.kv.offload import HostBlockStore
-from genbatch.nif.runner import LoraAdapter
+from genbatch.nif.runner import Content, LoraAdapter
 
 GIB = 2**30
 
@@ -92,7 +91,7 @@ class Swap:
         blocks = self._context.kv.import_(seq_id, tokens[:length], key)
 
         def copy() -> None:
-            content: list[torch.Tensor] = self._store.take(request_id)
+            content: list[Content] = self._store.take(request_id)
             for group, (ids, tensor) in enumerate(zip(blocks, content, strict=True)):
                 self._context.runner.write_blocks(group, ids, tensor)
 

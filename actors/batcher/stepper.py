@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import cast
 
 import outcome
-import torch
 import trio
 
 from genbatch.actors.batcher.drafting import MAX_SEQUENCES, DraftCosts, RunDrafts
@@ -27,7 +26,9 @@ from genbatch.actors.runtime.worker import Worker
 from genbatch.actors.scheduling.request import Phase
 from genbatch.nif.context import Context
 from genbatch.nif.context.runs import DecodeRun, OverlappedRun
+from genbatch.nif.cuda_device import empty_cache, is_out_of_memory
 from genbatch.nif.errors import DeviceFault, OutOfBlocks
+from genbatch.nif.runner import Rows
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
 from genbatch.nif.step_costs import StepWork
 from genbatch.nif.step_time import StepTimeModel
@@ -39,7 +40,7 @@ def evaluate(context: Context, batch: list[Planned]) -> list[Evaluated]:
     samplers = [planned.sampler for planned in batch]
     reads = any(planned.owner.reads_rows(planned) for planned in batch)
 
-    def read(logits: list[torch.Tensor], drawn: list[Sampled | SampleFault | None]) -> list[Evaluated]:
+    def read(logits: list[Rows], drawn: list[Sampled | SampleFault | None]) -> list[Evaluated]:
         if not reads:
             return [Evaluated(draw) for draw in drawn]
         return [
@@ -253,16 +254,10 @@ class StepFaults:
         return alone
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether the machine or the device is out of memory."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError)
-
-
 def free_memory() -> None:
     """Free unused reserved memory; run this on the model's thread."""
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    empty_cache()
 
 
 def _halves(batch: list[Planned]) -> list[list[Planned]]:

@@ -16,7 +16,6 @@ from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.requests import Evaluated, Planned, Prompt, Request, Sequence
 from genbatch.actors.batcher.slots import SwapFault
-from genbatch.actors.batcher.stepper import is_out_of_memory
 from genbatch.actors.recording import records
 from genbatch.actors.recording.records import (
     FORMAT,
@@ -32,6 +31,7 @@ from genbatch.actors.recording.records import (
 from genbatch.actors.scheduling.plan import PromptBudget, SchedulerOutput
 from genbatch.actors.scheduling.request import LlmRequest
 from genbatch.nif.context import Context
+from genbatch.nif.cuda_device import is_out_of_memory
 from genbatch.nif.errors import OptionError, OutOfBlocks
 from genbatch.nif.models.model_names import written_path
 from genbatch.nif.sampling.sampler import SampleFault

@@ -24,8 +24,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+import numpy.typing as npt
 import outcome
-import torch
 import trio
 from tokenizers import Tokenizer, models
 from trio.testing import MockClock, wait_all_tasks_blocked
@@ -60,9 +61,10 @@ from genbatch.actors.runtime.actor import ActorRef, Timer, start
 from genbatch.actors.runtime.errors import ActorDown
 from genbatch.actors.scheduling.plan import PromptBudget, SchedulerOutput
 from genbatch.nif.context import Context
+from genbatch.nif.cuda_device import CPU
 from genbatch.nif.errors import OutOfBlocks
 from genbatch.nif.models.loaded_model import Model
-from genbatch.nif.runner import Entry, LayerGroup, LoraAdapter, RaggedBatch
+from genbatch.nif.runner import Content, Entry, LayerGroup, LoraAdapter, RaggedBatch
 from genbatch.nif.sampling.sampler import Sampled, SampleFault
 from genbatch.proto.errors import GenbatchError
 from genbatch.proto.messages import FinishReason, GenerateRequest, Token
@@ -181,7 +183,6 @@ class HollowRunner:
 
     name = "replay"
     quantize = "none"
-    device = torch.device("cpu")
 
     def __init__(self, header: Header) -> None:
         self.vocab_size = header.context.vocab_size
@@ -198,18 +199,18 @@ class HollowRunner:
     def allocate(self, num_blocks: ListOf[int], block_size: int) -> None:
         pass
 
-    def forward(self, batch: RaggedBatch) -> torch.Tensor:
+    def forward(self, batch: RaggedBatch) -> npt.NDArray[np.float32]:
         if self.fault is not None:
             raise self.fault
-        return torch.zeros(1, 1).expand(len(batch.logit_rows), 1)
+        return np.zeros((len(batch.logit_rows), 1), np.float32)
 
     def copy_blocks(self, group: int, pairs: ListOf[tuple[int, int]]) -> None:
         pass
 
-    def read_blocks(self, group: int, blocks: ListOf[int]) -> torch.Tensor:
-        return torch.zeros(1, 1, dtype=torch.uint8).expand(len(blocks), self._bytes_per_block[group])
+    def read_blocks(self, group: int, blocks: ListOf[int]) -> npt.NDArray[np.uint8]:
+        return np.broadcast_to(np.zeros((1, 1), np.uint8), (len(blocks), self._bytes_per_block[group]))
 
-    def write_blocks(self, group: int, blocks: ListOf[int], content: torch.Tensor) -> None:
+    def write_blocks(self, group: int, blocks: ListOf[int], content: Content) -> None:
         pass
 
     def close(self) -> None:
@@ -223,7 +224,7 @@ class HollowModel:
         self.name = header.model
         self.generates = True
         self.sampling: dict[str, float] = {}  # recorded requests contain their effective values
-        self.device = HollowRunner.device
+        self.device = CPU
         self.vocab_size = header.context.vocab_size
         self.eos_token_ids = frozenset(header.context.eos_token_ids)
         self.max_position = header.context.max_position
@@ -562,7 +563,7 @@ def _fault(message: records.SteppedRecord) -> BaseException | None:
         case "out of blocks":
             return OutOfBlocks(0, 0)
         case "out of memory":
-            return torch.OutOfMemoryError(message.reason)
+            return MemoryError(message.reason)
         case "swap":
             return SwapFault(message.reason)
         case _:

@@ -15,7 +15,6 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-import torch
 import trio
 
 from genbatch.actors.scheduling.scheduler import SchedulerPolicy
@@ -27,7 +26,7 @@ from genbatch.nif.context.engine import choose_runner
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.model import load_model
-from genbatch.nif.runner import ChoosingRunner, RaggedBatch, Runner
+from genbatch.nif.runner import ChoosingRunner, RaggedBatch, Runner, host_copy
 from genbatch.proto.errors import EngineError
 from genbatch.proto.messages import Result, Token, Usage
 
@@ -217,21 +216,17 @@ class DecodeFloor:
     def _batch(self, runner: Runner, sequences: int, context: int) -> RaggedBatch:
         size, last = self._options.block_size, context - 1
         blocks = -(-context // size)
-        tables = torch.arange(sequences * blocks, dtype=torch.int32).view(sequences, blocks)
-        slots = tables[:, last // size].long() * size + last % size
-        generator = torch.Generator().manual_seed(sequences)
-        tensors = {
-            "input_ids": torch.randint(self._model.vocab_size, (sequences,), generator=generator),
-            "positions": torch.full((sequences,), last),
-            "query_starts": torch.arange(sequences + 1, dtype=torch.int32),
-            "kv_lens": torch.full((sequences,), context, dtype=torch.int32),
-            "logit_rows": torch.arange(sequences),
-        }
+        tables = np.arange(sequences * blocks, dtype=np.int32).reshape(sequences, blocks)
+        slots = tables[:, last // size].astype(np.int64) * size + last % size
         groups = len(runner.groups)
         return RaggedBatch(
-            **{name: tensor.to(runner.device) for name, tensor in tensors.items()},
-            slots=(slots.to(runner.device),) * groups,
-            block_tables=(tables.to(runner.device),) * groups,
+            input_ids=np.random.default_rng(sequences).integers(self._model.vocab_size, size=sequences),
+            positions=np.full(sequences, last),
+            query_starts=np.arange(sequences + 1, dtype=np.int32),
+            kv_lens=np.full(sequences, context, np.int32),
+            logit_rows=np.arange(sequences),
+            slots=(slots,) * groups,
+            block_tables=(tables,) * groups,
             max_query_len=1,
             max_kv_len=context,
         )
@@ -241,6 +236,4 @@ def _forward(runner: Runner, batch: RaggedBatch) -> None:
     if isinstance(runner, ChoosingRunner):
         runner.forward_largest(batch, with_logits=False)
     else:
-        runner.forward(batch).argmax(dim=-1)
-    if runner.device.type == "cuda":
-        torch.cuda.synchronize(runner.device)
+        host_copy(runner.forward(batch).argmax(-1))  # waits for a GPU

@@ -31,7 +31,6 @@ from typing import Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from genbatch.actors.batcher.messages import Generate, Keep
 from genbatch.actors.batcher.options import BatcherOptions
@@ -568,7 +567,7 @@ def whole_response(request: GptRequest, engine: GptEngine) -> ResponseTensors:
     )
 
 
-def stream_response(request: GptRequest, token: Token, row: torch.Tensor | None, engine: GptEngine) -> ResponseTensors:
+def stream_response(request: GptRequest, token: Token, row: Float32s | None, engine: GptEngine) -> ResponseTensors:
     """One token of a stream.
 
     Args:
@@ -581,7 +580,7 @@ def stream_response(request: GptRequest, token: Token, row: torch.Tensor | None,
         np.array([[[token.token_id]]], np.int32),
         _sequence_length(len(request.prompt) + request.num_sent),
         _context_logits(request, engine) if request.num_sent == 1 else np.zeros((1, 1, 1), np.float32),
-        np.zeros((1, 1, 1, 1), np.float32) if row is None else row.numpy()[None, None, None],
+        np.zeros((1, 1, 1, 1), np.float32) if row is None else row[None, None, None],
         np.array([[[token.logprob]]], np.float32),
         np.array([[request.cum_logprob]], np.float32),
     )
@@ -610,8 +609,7 @@ def _context_logits(request: GptRequest, engine: GptEngine) -> Float32s:
     rows = request.message.keep.context_logits()
     if rows is None:  # stopped before its context was evaluated
         return np.zeros((1, 0, engine.engine.model.vocab_size), np.float32)
-    logits: Float32s = rows.numpy()[None]
-    return logits
+    return rows[None]
 
 
 def _generation_logits(request: GptRequest, engine: GptEngine, length: int) -> Float32s:
@@ -622,5 +620,5 @@ def _generation_logits(request: GptRequest, engine: GptEngine, length: int) -> F
     for beam in range(request.message.beam_width):
         rows = request.message.keep.generation_logits(beam)
         if rows is not None:
-            logits[0, beam, : len(rows)] = rows.numpy()
+            logits[0, beam, : len(rows)] = rows
     return logits

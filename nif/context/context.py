@@ -20,9 +20,9 @@ from itertools import accumulate
 from typing import TypeAlias, TypeVar
 
 import numpy as np
-import torch
 
 from genbatch.nif.context.runs import DecodeRun, Drafter, Kept, OverlappedRun, Read, Steps, lay_out
+from genbatch.nif.cuda_device import is_out_of_memory
 from genbatch.nif.errors import AdapterError, BatchError, OptionError
 from genbatch.nif.kv.cache_size import group_blocks
 from genbatch.nif.kv.disk_cache import DiskCache
@@ -42,6 +42,7 @@ from genbatch.nif.runner import (
     LoraAdapter,
     RaggedBatch,
     ReadsBlocks,
+    Rows,
     Runner,
     StateRunner,
     num_logits,
@@ -167,7 +168,9 @@ class Context:
             raise AdapterError(adapter.name, f"the runner {self.runner.name} computes no adapters")
         try:
             self.runner.add_adapter(adapter)
-        except (MemoryError, torch.OutOfMemoryError) as error:
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
             raise AdapterError(adapter.name, f"there is no memory for its {adapter.nbytes} bytes") from error
 
     def add_adapter(self, adapter: LoraAdapter) -> None:
@@ -191,11 +194,12 @@ class Context:
 
     # Evaluating
 
-    def eval(self, batch: Sequence[Entry]) -> list[torch.Tensor]:
+    def eval(self, batch: Sequence[Entry]) -> list[Rows]:
         """Run one forward over all entries, decodes and prefill chunks mixed.
 
         Returns:
-            Per entry its logits, [rows, vocab_size] float32, with 0, 1 or len(tokens) rows as `entry.logits` says.
+            Per entry its logits, [rows, vocab_size] float32: an array, or a tensor on a GPU. They have 0, 1 or
+            len(tokens) rows, as `entry.logits` says.
 
         Raises:
             BatchError: an entry contradicts the context (position, sequence, token id); nothing was changed.
@@ -206,7 +210,7 @@ class Context:
 
     def step(
         self, batch: Sequence[Entry], samplers: Sequence[SamplerState | None], *, with_logits: bool = True
-    ) -> tuple[list[torch.Tensor], list[Sampled | SampleFault | None]]:
+    ) -> tuple[list[Rows], list[Sampled | SampleFault | None]]:
         """Evaluate a batch and draw the next token of every entry that has a sampler.
 
         Samplers are read, not changed: the caller that accepts a token must update the sampler.
@@ -224,7 +228,7 @@ class Context:
         self,
         batch: Sequence[Entry],
         samplers: Sequence[SamplerState | None],
-        read: Callable[[list[torch.Tensor], Draws], T],
+        read: Callable[[list[Rows], Draws], T],
         *,
         with_logits: bool = True,
     ) -> T:
@@ -238,7 +242,7 @@ class Context:
         counts = [num_logits(entry) for entry in batch]
         num_hidden = [num_states(entry) for entry in batch]
 
-        def draw(rows: torch.Tensor | None, largest: Largest | None, hidden: torch.Tensor | None = None) -> T:
+        def draw(rows: Rows | None, largest: Largest | None, hidden: Rows | None = None) -> T:
             drawn: Draws = [None] * len(batch)
             if chosen:
                 ends = list(accumulate(counts))
@@ -247,11 +251,11 @@ class Context:
                 if len(last) < ends[-1]:
                     of_last = None if rows is None else rows[last], None if largest is None else largest.rows(last)
                 positions = [batch[i].n_past + len(batch[i].tokens) for i in chosen]
-                for i, one in zip(chosen, choose(*of_last, states, positions), strict=True):
-                    drawn[i] = one
-            parts = list(torch.split(rows, counts)) if with_logits and rows is not None else []
+                for i, result in zip(chosen, choose(*of_last, states, positions), strict=True):
+                    drawn[i] = result
+            parts = _split(rows, counts) if with_logits and rows is not None else []
             if hidden is not None and parts:
-                states_of = torch.split(hidden, num_hidden)
+                states_of = _split(hidden, num_hidden)
                 parts = [
                     ours if count else part for part, ours, count in zip(parts, states_of, num_hidden, strict=True)
                 ]
@@ -273,7 +277,7 @@ class Context:
         self._check(batch)
         if self._launcher is not None:
             return OverlappedRun(self.kv, self._launcher, batch, samplers, max_steps)
-        return DecodeRun(self.kv, self.runner.device, batch, samplers, self._forward, max_steps)
+        return DecodeRun(self.kv, batch, samplers, self._forward, max_steps)
 
     def rehearse(self, num_tokens: int) -> None:
         """Evaluate a prompt of `num_tokens` tokens and a greedy draw, then roll both back; sequence 0 must be empty.
@@ -289,7 +293,7 @@ class Context:
         with suppress(_Rehearsed):
             self.step_and_read([entry], [SamplerState(GREEDY, ())], forget, with_logits=False)
 
-    def prefill(self, tokens: Sequence[int], seq_id: int, n_past: int) -> torch.Tensor:
+    def prefill(self, tokens: Sequence[int], seq_id: int, n_past: int) -> Rows:
         """Evaluate a prompt in chunks of `n_batch` tokens.
 
         Returns:
@@ -404,7 +408,7 @@ class Context:
             raise BatchError("the saved sequence holds token ids that the model does not have")
         for group, content in enumerate(contents):
             expected = self.runner.bytes_per_block(group, self.kv.block_size)
-            if content.dtype is not torch.uint8 or content.dim() != 2 or content.shape[1] != expected:
+            if content.dtype != np.uint8 or content.ndim != 2 or content.shape[1] != expected:
                 raise BatchError("the saved sequence's blocks have another size")
         blocks = self.kv.import_(seq_id, tokens, key)
         if [len(ids) for ids in blocks] != [len(content) for content in contents]:
@@ -426,8 +430,7 @@ class Context:
         def write(places: list[int], blocks: list[int]) -> None:
             if places:
                 content = np.frombuffer(b"".join(contents[place - first] for place in places), np.uint8)
-                shaped = torch.from_numpy(content.copy()).view(len(places), -1)
-                self.runner.write_blocks(0, blocks, shaped)
+                self.runner.write_blocks(0, blocks, content.reshape(len(places), -1))
 
         return self.kv.restore(names, first, write)
 
@@ -466,7 +469,7 @@ class Context:
     def _evaluate(self, batch: Sequence[Entry], read: Read[T], *, with_logits: bool) -> T:
         self._check(batch)
         steps = [(entry.seq_id, entry.tokens, entry.n_past) for entry in batch]
-        return self._forward(steps, lambda: lay_out(batch, self.kv, self.runner.device), read, with_logits=with_logits)
+        return self._forward(steps, lambda: lay_out(batch, self.kv), read, with_logits=with_logits)
 
     def _forward(
         self,
@@ -499,3 +502,9 @@ class Context:
             raise
         reservation.commit(None if kept is None else kept(result))
         return result
+
+
+def _split(rows: Rows, counts: Sequence[int]) -> list[Rows]:
+    """Cut rows into parts of so many each."""
+    ends = list(accumulate(counts))
+    return [rows[end - count : end] for end, count in zip(ends, counts, strict=True)]

@@ -9,12 +9,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from genbatch.nif.context.context import Context
 from genbatch.nif.context.draft_model import DRAFTED_SEQUENCES, MAX_CATCH_UP, NUM_SLOTS, DraftModel
 from genbatch.nif.cores import available_cores
-from genbatch.nif.cuda_device import choose_device
+from genbatch.nif.cuda_device import choose_device, has_gpu
 from genbatch.nif.engine_options import GPU_ONLY, EngineOptions, check_dtype
 from genbatch.nif.errors import AdapterError, ModelError, OptionError
 from genbatch.nif.free_memory import free_host_memory
@@ -23,7 +21,7 @@ from genbatch.nif.kv.disk_cache import DiskCache
 from genbatch.nif.kv.offload import fingerprint
 from genbatch.nif.models.architecture import heads_of, widest_mlp
 from genbatch.nif.models.hub import Progress
-from genbatch.nif.models.loaded_model import Model
+from genbatch.nif.models.loaded_model import DTYPES, Model
 from genbatch.nif.models.lora import AdapterLimits, Adapters
 from genbatch.nif.models.model_names import written_path
 from genbatch.nif.models.model_source import ModelSource, no_progress, resolve_model
@@ -201,7 +199,7 @@ class Engine:
             num_kv_heads=max((layer.num_kv_heads for layer in attending), default=1),
             head_dim=max((max(layer.key_dim, layer.value_dim) for layer in attending), default=1),
             vocab_size=self.model.vocab_size,
-            dtype_bytes=self.model.dtype.itemsize,
+            dtype_bytes=DTYPES[self.model.dtype],
             max_batch_tokens=n_batch,
             num_sequences=num_sequences,
             logit_rows=logit_rows,
@@ -314,7 +312,7 @@ def _load_engine(options: EngineOptions, progress: Progress | None) -> Engine:
         load = partial(_load_model, options.model_path, dtype=options.dtype, n_gpu_layers=0, progress=progress)
         shard, new_runner = open_ranks(options, load)
         return Engine(shard, options, lambda *_: new_runner())
-    on_cpu, reason = options.n_gpu_layers == 0 or not torch.cuda.is_available(), None
+    on_cpu, reason = options.n_gpu_layers == 0 or not has_gpu(), None
     if on_cpu and options.runner in ("auto", "native") and options.pooling in ("", RANK):
         report = progress or no_progress
         found = resolve_model(options.model_path, report)
@@ -369,7 +367,7 @@ def _described(options: EngineOptions, found: ModelSource, report: Progress) -> 
 
     if options.pooling:
         return describe()
-    kept = kept_model(source, found, torch.float32 if dtype == "auto" else getattr(torch, dtype), describe)
+    kept = kept_model(source, found, "float32" if dtype == "auto" else dtype, describe)
     if kept is None:
         return describe()
     report("load", 1, 1)
@@ -383,10 +381,19 @@ def _load_model(source: str, **settings: Any) -> Model:
     return load_model(source, **settings)
 
 
-def _torch_runner(model: Model) -> Runner:
+def _torch_runner(model: Model, options: EngineOptions) -> Runner:
     from genbatch.nif.runners.torch_runner import TorchRunner
 
+    _limit_threads(model, options)
     return TorchRunner(model)
+
+
+def _limit_threads(model: Model, options: EngineOptions) -> None:
+    """Let torch compute on as many threads as the options say."""
+    import torch
+
+    if model.device.type == "cpu":
+        torch.set_num_threads(options.n_threads or min(torch.get_num_threads(), available_cores()))
 
 
 def packs_weights(options: EngineOptions) -> bool:
@@ -405,8 +412,6 @@ def choose_runner(model: Model, options: EngineOptions) -> Callable[[int, int], 
     """
     if options.tensor_parallel > 1:
         raise OptionError("tensor_parallel", f"{model.name} is loaded whole in this process; load it with load_engine")
-    if model.device.type == "cpu":
-        torch.set_num_threads(options.n_threads or min(torch.get_num_threads(), available_cores()))
     on_gpu = model.device.type == "cuda"
     if model.pooling is not None and model.pooling.needs_states:
         return _pooling_runner(model, options)
@@ -417,7 +422,7 @@ def choose_runner(model: Model, options: EngineOptions) -> Callable[[int, int], 
         return _triton(model, options)
     if options.runner == "torch" or on_gpu:
         _refuse_formats(options, "the torch runner computes in the model's dtype")
-        return lambda *_: _torch_runner(model)
+        return lambda *_: _torch_runner(model, options)
     if options.quantize in GPU_ONLY:
         raise OptionError("quantize", f"{options.quantize} is for the triton runner on a GPU; a CPU has int8 and int4")
     try:
@@ -429,8 +434,8 @@ def choose_runner(model: Model, options: EngineOptions) -> Callable[[int, int], 
             raise OptionError("runner", f"native cannot run {model.name}: {unavailable.reason}") from unavailable
         _refuse_formats(options, f"the native runner cannot run {model.name}: {unavailable.reason}")
         log.warning("%s runs in torch, about three times slower than natively: %s", model.name, unavailable.reason)
-        return lambda *_: _torch_runner(model)
-    kv_dtype = None if options.kv_cache_dtype == "auto" else getattr(torch, options.kv_cache_dtype)
+        return lambda *_: _torch_runner(model, options)
+    kv_dtype = None if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     return lambda *_: NativeRunner(weights, kv_dtype=kv_dtype, n_threads=options.n_threads or None)
 
 
@@ -446,6 +451,7 @@ def _pooling_runner(model: Model, options: EngineOptions) -> Callable[[int, int]
     from genbatch.nif.runners.encoder_runner import EncoderRunner
     from genbatch.nif.runners.torch_runner import TorchRunner
 
+    _limit_threads(model, options)
     runner = EncoderRunner if model.pooling is not None and model.pooling.reads_whole else TorchRunner
     return lambda *_: runner(model)
 
@@ -465,7 +471,7 @@ def _triton(model: Model, options: EngineOptions) -> Callable[[int, int], Runner
             raise OptionError("runner", f"triton cannot run {model.name}: {reason}") from error
         _refuse_formats(options, f"triton cannot run {model.name}: {reason}")
         log.info("%s runs in torch: %s", model.name, reason)
-        return lambda *_: _torch_runner(model)
+        return lambda *_: _torch_runner(model, options)
     quantize = options.quantize if packs_weights(options) else "none"
     if quantize != "none" and not is_packed(model):
         model = pack_model(model, quantize, model.device)

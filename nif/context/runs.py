@@ -9,17 +9,26 @@ from itertools import islice
 from typing import ClassVar, Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
-import torch
 
 from genbatch.nif.errors import DeviceFault
 from genbatch.nif.kv.block_tables import Reservation
 from genbatch.nif.kv.kv_cache import KVCache
-from genbatch.nif.runner import Entry, Largest, Launched, LaunchingRunner, Logits, RaggedBatch, Redrawn, num_states
+from genbatch.nif.runner import (
+    Entry,
+    Largest,
+    Launched,
+    LaunchingRunner,
+    Logits,
+    RaggedBatch,
+    Redrawn,
+    Rows,
+    num_states,
+)
 from genbatch.nif.sampling.draw import NOT_FINITE, DrawTable, SamplingParams
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, choose
 
 
-def lay_out(batch: Sequence[Entry], kv: KVCache, device: torch.device) -> RaggedBatch:
+def lay_out(batch: Sequence[Entry], kv: KVCache) -> RaggedBatch:
     """Lay out the entries as a ragged batch. The caller has reserved their blocks."""
     size = len(batch)
     counts = np.fromiter([len(entry.tokens) for entry in batch], np.int64, size)
@@ -35,21 +44,21 @@ def lay_out(batch: Sequence[Entry], kv: KVCache, device: torch.device) -> Ragged
     tables, slots = [], []
     for group in range(len(kv.groups)):
         table = block_tables(kv, group, [entry.seq_id for entry in batch], -(-longest // block_size))
-        tables.append(_tensor(table, device))
-        slots.append(_tensor(table[owner, column].astype(np.int64) * block_size + offset, device))
+        tables.append(table)
+        slots.append(table[owner, column].astype(np.int64) * block_size + offset)
     tokens = np.fromiter([token for entry in batch for token in entry.tokens], np.int64, total)
     return RaggedBatch(
-        input_ids=_tensor(tokens, device),
-        positions=_tensor(positions, device),
-        query_starts=_tensor(starts.astype(np.int32), device),
-        kv_lens=_tensor(kv_lens.astype(np.int32), device),
+        input_ids=tokens,
+        positions=positions,
+        query_starts=starts.astype(np.int32),
+        kv_lens=kv_lens.astype(np.int32),
         slots=tuple(slots),
         block_tables=tuple(tables),
-        logit_rows=_tensor(_logit_rows(batch, starts), device),
+        logit_rows=_logit_rows(batch, starts),
         max_query_len=int(counts.max()),
         max_kv_len=longest,
-        state_rows=_tensor(_state_rows(batch, starts), device) if any(map(num_states, batch)) else None,
-        adapters=torch.from_numpy(owned[owner]) if (owned := adapters_of(batch)) is not None else None,
+        state_rows=_state_rows(batch, starts) if any(map(num_states, batch)) else None,
+        adapters=owned[owner] if (owned := adapters_of(batch)) is not None else None,
     )
 
 
@@ -81,21 +90,19 @@ class RunLayout(Protocol):
         ...
 
 
-def run_layout(kv: KVCache, device: torch.device, batch: Sequence[Entry], max_steps: int) -> RunLayout:
+def run_layout(kv: KVCache, batch: Sequence[Entry], max_steps: int) -> RunLayout:
     """Choose the layout for a run of decode steps that begins with these entries; see `DecodeLayout`."""
-    # Lay out each step anew for groups with a window, which drop whole blocks, and for a GPU, which the host cannot
-    # write in place.
-    if device.type == "cpu" and all(group.window is None for group in kv.groups):
+    # Lay out each step anew for groups with a window, which drop whole blocks.
+    if all(group.window is None for group in kv.groups):
         return DecodeLayout(kv, batch, max_steps)
-    return FreshLayout(kv, device, batch)
+    return FreshLayout(kv, batch)
 
 
 class FreshLayout:
     """Lays out each step of a run anew; the arguments are those of `DecodeLayout`."""
 
-    def __init__(self, kv: KVCache, device: torch.device, batch: Sequence[Entry]) -> None:
+    def __init__(self, kv: KVCache, batch: Sequence[Entry]) -> None:
         self._kv = kv
-        self._device = device
         self._batch = batch
         self._done = 0  # steps
 
@@ -106,11 +113,11 @@ class FreshLayout:
             for first, token in zip(self._batch, tokens, strict=True)
         ]
         self._done += 1
-        return lay_out(batch, self._kv, self._device)
+        return lay_out(batch, self._kv)
 
 
 class DecodeLayout:
-    """Keeps one batch for a run of decode steps and changes it in place; only for a CPU and groups without a window.
+    """Keeps one batch for a run of decode steps and changes it in place; only for groups without a window.
 
     Args:
         kv: holds the block tables.
@@ -133,14 +140,14 @@ class DecodeLayout:
         self._slots = [np.zeros(size, np.int64) for _ in kv.groups]
         self._begun = False
         self._fixed = {
-            "input_ids": torch.from_numpy(self._tokens),
-            "positions": torch.from_numpy(self._positions),
-            "query_starts": torch.arange(size + 1, dtype=torch.int32),
-            "kv_lens": torch.from_numpy(self._kv_lens),
-            "slots": tuple(map(torch.from_numpy, self._slots)),
-            "block_tables": tuple(map(torch.from_numpy, self._tables)),
-            "logit_rows": torch.arange(size),
-            "adapters": None if adapters is None else torch.from_numpy(adapters),
+            "input_ids": self._tokens,
+            "positions": self._positions,
+            "query_starts": np.arange(size + 1, dtype=np.int32),
+            "kv_lens": self._kv_lens,
+            "slots": tuple(self._slots),
+            "block_tables": tuple(self._tables),
+            "logit_rows": np.arange(size),
+            "adapters": adapters,
         }
 
     def next(self, tokens: Sequence[int]) -> RaggedBatch:
@@ -174,10 +181,6 @@ class DecodeLayout:
                 block = self._kv.block_table(group, self._seq_ids[row])[column]
                 table[row, column] = block
                 slots[row] = block * block_size
-
-
-def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(array).to(device, non_blocking=True)
 
 
 def _logit_rows(batch: Sequence[Entry], starts: np.ndarray) -> np.ndarray:
@@ -268,7 +271,6 @@ class DecodeRun:
 
     Args:
         kv: holds the sequences.
-        device: the device for the batch's tensors.
         batch: an entry of one token each.
         states: each sequence's sampler; the caller updates it with each accepted token before the next step.
         forward: see Forward.
@@ -280,7 +282,6 @@ class DecodeRun:
     def __init__(
         self,
         kv: KVCache,
-        device: torch.device,
         batch: Sequence[Entry],
         states: Sequence[SamplerState],
         forward: Forward,
@@ -288,7 +289,6 @@ class DecodeRun:
     ) -> None:
         assert all(len(entry.tokens) == 1 for entry in batch)
         self._kv = kv
-        self._device = device
         self._batch = batch
         self._states = states
         self._forward = forward
@@ -296,7 +296,7 @@ class DecodeRun:
         self._seq_ids = [entry.seq_id for entry in batch]
         self._tokens = [entry.tokens[0] for entry in batch]
         self._n_past = [entry.n_past for entry in batch]
-        self._layout: RunLayout | None = run_layout(kv, device, batch, max_steps)
+        self._layout: RunLayout | None = run_layout(kv, batch, max_steps)
 
     @property
     def is_ahead(self) -> bool:
@@ -357,13 +357,13 @@ class DecodeRun:
         states = [state for state, entry in zip(self._states, batch, strict=True) for _ in entry.tokens]
         positions = [entry.n_past + 1 + place for entry in batch for place in range(len(entry.tokens))]
 
-        def read(rows: torch.Tensor | None, largest: Largest | None) -> list[list[Sampled | SampleFault]]:
+        def read(rows: Rows | None, largest: Largest | None) -> list[list[Sampled | SampleFault]]:
             draws = iter(choose(rows, largest, states, positions))
             return [_that_count(draft, list(islice(draws, len(draft) + 1))) for draft in drafts]
 
         drawn = self._forward(
             [(entry.seq_id, entry.tokens, entry.n_past) for entry in batch],
-            lambda: lay_out(batch, self._kv, self._device),
+            lambda: lay_out(batch, self._kv),
             read,
             with_logits=any(state.reads_logits for state in states),
             kept=lambda drawn: [entry.tokens[: len(draws)] for entry, draws in zip(batch, drawn, strict=True)],
@@ -383,7 +383,7 @@ class DecodeRun:
                 Entry(first.seq_id, (token,), n, adapter=first.adapter)
                 for first, token, n in zip(self._batch, self._tokens, self._n_past, strict=True)
             ]
-            self._layout = run_layout(self._kv, self._device, batch, self._steps_left)
+            self._layout = run_layout(self._kv, batch, self._steps_left)
         return self._layout.next(self._tokens)
 
 
@@ -454,7 +454,7 @@ class OverlappedRun:
         self._seq_ids = [entry.seq_id for entry in batch]
         self._tokens = [entry.tokens[0] for entry in batch]  # input of the step to be read next
         self._n_past = [entry.n_past for entry in batch]  # of the step to be launched next
-        self._layout = run_layout(kv, runner.device, batch, max_steps)
+        self._layout = run_layout(kv, batch, max_steps)
         self._states = states
         self._draws = DrawTable([state.params for state in states])
         # A row may leave these, when it has its `min_tokens`; none joins them.

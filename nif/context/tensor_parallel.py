@@ -36,15 +36,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from genbatch.nif.cores import available_cores
+from genbatch.nif.cuda_device import CPU, Device
 from genbatch.nif.engine_options import EngineOptions, is_torchrun, sent_fields
 from genbatch.nif.errors import DeviceFault, NativeError, OptionError
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.model import load_model
-from genbatch.nif.runner import RaggedBatch
+from genbatch.nif.runner import Content, RaggedBatch, Rows
+from genbatch.nif.runners.tensor_batch import TensorBatch
 from genbatch.nif.runners.torch_runner import TorchRunner
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -73,7 +76,7 @@ class Collective(Protocol):
 # Shards
 
 
-def shard_model(model: Model, collective: Collective, device: torch.device | None = None) -> Model:
+def shard_model(model: Model, collective: Collective, device: Device | None = None) -> Model:
     """Cut a model down to this rank's share. The model's own weights are released.
 
     Args:
@@ -105,7 +108,7 @@ def shard_model(model: Model, collective: Collective, device: torch.device | Non
     module: Any = model.hf
     _keep_rows(module.lm_head, share(model.vocab_size, rank, size))
     device = device or model.device
-    module.to(device)
+    module.to(str(device))
     layers = tuple(replace(shape, num_kv_heads=len(its_kv_heads)) for shape in model.layers)
     return replace(model, layers=layers, device=device)
 
@@ -180,9 +183,9 @@ class ShardRunner(TorchRunner):
         super().__init__(shard)
         self._collective = collective
 
-    def forward(self, batch: RaggedBatch) -> torch.Tensor:
+    def _logits(self, batch: TensorBatch) -> torch.Tensor:
         """Run TorchRunner's forward and join every rank's part of the vocabulary."""
-        own = super().forward(batch)  # [R, this rank's]
+        own = super()._logits(batch)  # [R, this rank's]
         counts = [len(share(self.vocab_size, rank, self._collective.size)) for rank in range(self._collective.size)]
         padded = own.new_zeros((len(own), counts[0]))
         padded[:, : own.shape[1]] = own
@@ -203,7 +206,7 @@ class RankGroup:
         store: the rendezvous of the ranks; None means torchrun's, from the environment.
     """
 
-    def __init__(self, rank: int, size: int, device: torch.device, store: Any = None) -> None:
+    def __init__(self, rank: int, size: int, device: Device, store: Any = None) -> None:
         self.rank, self.size = rank, size
         backend = "nccl" if device.type == "cuda" else "gloo"
         where = {"init_method": "env://"} if store is None else {"store": store}
@@ -270,7 +273,7 @@ class RankGroup:
 class TensorParallelRunner:
     """Rank 0's runner: it sends every step to the other ranks and computes its own share. Implements `Runner`.
 
-    Steps are laid out on the CPU, because plans are sent from CPU memory. Logits lie on rank 0's device.
+    Logits lie on rank 0's device.
 
     Args:
         runner: runs rank 0's shard.
@@ -282,7 +285,6 @@ class TensorParallelRunner:
     quantize = "none"
 
     def __init__(self, runner: ShardRunner, model: Model, group: RankGroup, alive: Callable[[], None]) -> None:
-        self.device = torch.device("cpu")
         self.vocab_size, self.groups = runner.vocab_size, runner.groups
         self._runner, self._group, self._alive = runner, group, alive
         self._heads = [
@@ -302,7 +304,7 @@ class TensorParallelRunner:
         self._tell(_ALLOCATE, num_blocks, block_size)
         self._runner.allocate(num_blocks, block_size)
 
-    def forward(self, batch: RaggedBatch) -> torch.Tensor:
+    def forward(self, batch: RaggedBatch) -> Rows:
         """See `Runner`; every rank computes its share.
 
         Raises:
@@ -310,7 +312,7 @@ class TensorParallelRunner:
         """
         self._tell(_FORWARD, pack_batch(batch))
         try:
-            return self._runner.forward(to_device(batch, self._runner.device))
+            return self._runner.forward(batch)
         except Exception as error:
             raise DeviceFault(f"a rank failed in mid step: {error}") from error
 
@@ -319,10 +321,10 @@ class TensorParallelRunner:
         self._tell(_COPY_BLOCKS, [group, *(block for pair in pairs for block in pair)])
         self._runner.copy_blocks(group, pairs)
 
-    def read_blocks(self, group: int, blocks: Sequence[int]) -> torch.Tensor:
+    def read_blocks(self, group: int, blocks: Sequence[int]) -> Content:
         """See `Runner`; the result joins the ranks' shares side by side."""
         self._tell(_READ_BLOCKS, [group, *blocks])
-        own = self._runner.read_blocks(group, blocks)
+        own = torch.as_tensor(self._runner.read_blocks(group, blocks))
         sizes = [own.numel() // self._heads[0] * heads for heads in self._heads]
         try:
             parts = self._group.bytes_to_zero(None, sizes)
@@ -330,14 +332,14 @@ class TensorParallelRunner:
             raise DeviceFault(f"a rank is gone: {error}") from error
         assert parts is not None
         parts[0] = own.flatten()
-        return torch.cat([part.view(len(blocks), -1) for part in parts], dim=1)
+        return torch.cat([part.view(len(blocks), -1) for part in parts], dim=1).numpy()
 
-    def write_blocks(self, group: int, blocks: Sequence[int], content: torch.Tensor) -> None:
+    def write_blocks(self, group: int, blocks: Sequence[int], content: Content) -> None:
         """See `Runner`; each rank gets its share back."""
         assert content.shape == (len(blocks), self.bytes_per_block(group, self._block_size))
         self._tell(_WRITE_BLOCKS, [group, *blocks])
         widths = [content.shape[1] // sum(self._heads) * heads for heads in self._heads]
-        parts = [part.contiguous() for part in torch.split(content, widths, dim=1)]
+        parts = [part.contiguous() for part in torch.split(torch.as_tensor(content), widths, dim=1)]
         try:
             self._group.bytes_from_zero([part.flatten() for part in parts], 0)
         except Exception as error:
@@ -360,7 +362,7 @@ class TensorParallelRunner:
             raise DeviceFault(f"a rank is gone: {error}") from error
 
 
-def serve_rank(runner: ShardRunner, group: RankGroup, on_step: Callable[[torch.Tensor], None] | None = None) -> None:
+def serve_rank(runner: ShardRunner, group: RankGroup, on_step: Callable[[Rows], None] | None = None) -> None:
     """Run rank 0's commands until the process ends.
 
     Args:
@@ -370,7 +372,7 @@ def serve_rank(runner: ShardRunner, group: RankGroup, on_step: Callable[[torch.T
     while True:
         what, words, argument = group.hear()
         if what == _FORWARD:
-            logits = runner.forward(to_device(unpack_batch(words), runner.device))
+            logits = runner.forward(unpack_batch(words))
             if on_step is not None:
                 on_step(logits)
         elif what == _ALLOCATE:
@@ -383,7 +385,7 @@ def serve_rank(runner: ShardRunner, group: RankGroup, on_step: Callable[[torch.T
             if what == _COPY_BLOCKS:
                 runner.copy_blocks(group_id, list(zip(blocks[::2], blocks[1::2], strict=True)))
             elif what == _READ_BLOCKS:
-                group.bytes_to_zero(runner.read_blocks(group_id, blocks).flatten(), ())
+                group.bytes_to_zero(torch.as_tensor(runner.read_blocks(group_id, blocks)).flatten(), ())
             else:
                 width = runner.bytes_per_block(group_id, block_size)
                 content = group.bytes_from_zero(None, len(blocks) * width)
@@ -395,44 +397,32 @@ def serve_rank(runner: ShardRunner, group: RankGroup, on_step: Callable[[torch.T
 
 def pack_batch(batch: RaggedBatch) -> torch.Tensor:
     """Pack a batch into one CPU tensor [n] int64 for `unpack_batch`."""
-    tensors = [*batch.slots, *batch.block_tables]
-    plain = [batch.input_ids, batch.positions, batch.query_starts, batch.kv_lens, batch.logit_rows]
-    sizes = [len(batch.slots), batch.max_query_len, batch.max_kv_len, *(len(tensor) for tensor in plain)]
+    plain: list[np.ndarray] = [batch.input_ids, batch.positions, batch.query_starts, batch.kv_lens, batch.logit_rows]
+    sizes = [len(batch.slots), batch.max_query_len, batch.max_kv_len, *(len(array) for array in plain)]
     sizes += [table.shape[1] for table in batch.block_tables]
-    flat = [tensor.reshape(-1).to("cpu", torch.int64) for tensor in (*plain, *tensors)]
-    return torch.cat([torch.tensor(sizes, dtype=torch.int64), *flat])
+    flat = [array.reshape(-1).astype(np.int64) for array in (*plain, *batch.slots, *batch.block_tables)]
+    return torch.from_numpy(np.concatenate([np.array(sizes, np.int64), *flat]))
 
 
 def unpack_batch(words: torch.Tensor) -> RaggedBatch:
-    """Unpack the tensor of `pack_batch` into a batch on the CPU."""
+    """Unpack the tensor of `pack_batch`."""
     num_groups, max_query_len, max_kv_len, tokens, _, starts, entries, rows = words[:8].tolist()
     widths = words[8 : 8 + num_groups].tolist()
     sizes = [tokens, tokens, starts, entries, rows, *[tokens] * num_groups, *(entries * width for width in widths)]
-    parts = torch.split(words[8 + num_groups :], sizes)
+    parts = np.split(words[8 + num_groups :].numpy(), np.cumsum(sizes)[:-1])
     tables = parts[5 + num_groups :]
     return RaggedBatch(
         input_ids=parts[0],
         positions=parts[1],
-        query_starts=parts[2].int(),
-        kv_lens=parts[3].int(),
+        query_starts=parts[2].astype(np.int32),
+        kv_lens=parts[3].astype(np.int32),
         logit_rows=parts[4],
         slots=tuple(parts[5 : 5 + num_groups]),
-        block_tables=tuple(table.int().view(entries, width) for table, width in zip(tables, widths, strict=True)),
+        block_tables=tuple(
+            table.astype(np.int32).reshape(entries, width) for table, width in zip(tables, widths, strict=True)
+        ),
         max_query_len=max_query_len,
         max_kv_len=max_kv_len,
-    )
-
-
-def to_device(batch: RaggedBatch, device: torch.device) -> RaggedBatch:
-    """Move the batch's tensors to the device."""
-    if device.type == "cpu":
-        return batch
-    names = ("input_ids", "positions", "query_starts", "kv_lens", "logit_rows")
-    return replace(
-        batch,
-        **{name: getattr(batch, name).to(device) for name in names},
-        slots=tuple(slots.to(device) for slots in batch.slots),
-        block_tables=tuple(table.to(device) for table in batch.block_tables),
     )
 
 
@@ -478,9 +468,7 @@ def open_ranks(options: EngineOptions, load: Callable[[], Model]) -> tuple[Model
     return replace(whole, device=device), lambda: TensorParallelRunner(ShardRunner(shard, group), whole, group, alive)
 
 
-def follow(
-    options: EngineOptions, rank: int, store: Any = None, on_step: Callable[[torch.Tensor], None] | None = None
-) -> None:
+def follow(options: EngineOptions, rank: int, store: Any = None, on_step: Callable[[Rows], None] | None = None) -> None:
     """Load the model on another rank, keep this rank's share, and run rank 0's commands until rank 0 is gone.
 
     Raises:
@@ -496,12 +484,12 @@ def follow(
     serve_rank(ShardRunner(shard_model(model, group, device), group), group, on_step)
 
 
-def compute_device(options: EngineOptions) -> torch.device:
+def compute_device(options: EngineOptions) -> Device:
     """Return a rank's device: the first visible GPU, or the CPU. A torchrun rank sees all GPUs and takes its own."""
     if options.n_gpu_layers == 0 or not torch.cuda.is_available():
-        return torch.device("cpu")
+        return CPU
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    return torch.device("cuda", local if local < torch.cuda.device_count() else 0)
+    return Device("cuda", local if local < torch.cuda.device_count() else 0)
 
 
 def threads_per_rank(options: EngineOptions) -> int:

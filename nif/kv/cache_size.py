@@ -5,8 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-
+from genbatch.nif.cuda_device import Device
 from genbatch.nif.errors import OptionError
 from genbatch.nif.runner import LayerGroup
 
@@ -42,18 +41,20 @@ class GpuMemory:
         )
 
 
-def gpu_memory(device: torch.device, *, collect: bool) -> GpuMemory:
+def gpu_memory(device: Device, *, collect: bool) -> GpuMemory:
     """Measure the memory of a CUDA device.
 
     Args:
         collect: collect garbage first and empty torch's cache, which waits for the device.
             Loading a model leaves gigabytes of unused segments, and a stopped Batcher leaves its whole pool.
     """
+    import torch
+
     if collect:
         gc.collect()
         torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+    free, total = torch.cuda.mem_get_info(str(device))
+    reserved, allocated = torch.cuda.memory_reserved(str(device)), torch.cuda.memory_allocated(str(device))
     return GpuMemory(str(device), int(total), int(free), int(reserved), int(allocated))
 
 

@@ -4,17 +4,16 @@ import hashlib
 import json
 from collections.abc import Hashable, Sequence
 
-import torch
+import numpy as np
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.numpy import load, save
 
+from genbatch.nif.cuda_device import has_gpu
 from genbatch.nif.errors import BatchError, OptionError
-from genbatch.nif.models.loaded_model import Model
-from genbatch.nif.models.weight_source import ModuleWeights
-from genbatch.nif.runner import Runner
+from genbatch.nif.models.loaded_model import Model, weights_sample
+from genbatch.nif.runner import Content, Runner
 
 FORMAT = "genbatch-sequence-1"
-_SAMPLED_BYTES = 256  # of each tensor
 
 
 def fingerprint(model: Model, runner: Runner, block_size: int, adapter: str = "") -> str:
@@ -24,8 +23,8 @@ def fingerprint(model: Model, runner: Runner, block_size: int, adapter: str = ""
     """
     facts: dict[str, object] = {
         "config": model.config.to_dict(),
-        "weights": _sample(model),
-        "dtype": str(model.dtype),
+        "weights": weights_sample(model),
+        "dtype": f"torch.{model.dtype}",
         "runner": [type(runner).__name__, runner.quantize],
         "block_size": block_size,
         "reach": [(group.window, group.sink_tokens) for group in runner.groups],
@@ -36,15 +35,15 @@ def fingerprint(model: Model, runner: Runner, block_size: int, adapter: str = ""
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def pack(tokens: Sequence[int], contents: Sequence[torch.Tensor], identity: str) -> bytes:
-    """Pack the tokens and each layer group's content, [num_blocks, bytes_per_block] uint8, into one file's bytes."""
-    tensors = {f"group.{index}": content.contiguous() for index, content in enumerate(contents)}
-    tensors["tokens"] = torch.tensor(list(tokens), dtype=torch.int64)
+def pack(tokens: Sequence[int], contents: Sequence[Content], identity: str) -> bytes:
+    """Pack the tokens and each layer group's content into one file's bytes."""
+    tensors = {f"group.{index}": np.ascontiguousarray(content) for index, content in enumerate(contents)}
+    tensors["tokens"] = np.array(tokens, np.int64)
     # `save` accepts only strings as metadata.
     return bytes(save(tensors, metadata={"format": FORMAT, "identity": identity}))
 
 
-def unpack(data: bytes, identity: str, num_groups: int) -> tuple[list[int], list[torch.Tensor]]:
+def unpack(data: bytes, identity: str, num_groups: int) -> tuple[list[int], list[np.ndarray]]:
     """Unpack the tokens and the contents that `pack` packed.
 
     Raises:
@@ -54,10 +53,10 @@ def unpack(data: bytes, identity: str, num_groups: int) -> tuple[list[int], list
         size = int.from_bytes(data[:8], "little")
         metadata = json.loads(data[8 : 8 + size]).get("__metadata__", {})
         tensors = load(data)
-        if tensors["tokens"].dtype is not torch.int64 or tensors["tokens"].dim() != 1:
+        if tensors["tokens"].dtype != np.int64 or tensors["tokens"].ndim != 1:
             raise ValueError("its tokens are no list of ids")
         tokens = tensors["tokens"].tolist()
-        contents = [tensors[f"group.{index}"] for index in range(num_groups)]
+        contents = [np.array(tensors[f"group.{index}"]) for index in range(num_groups)]  # copies that may be written
         if not isinstance(metadata, dict):
             raise ValueError("its metadata is no map")
     except (SafetensorError, ValueError, KeyError, AttributeError, RecursionError) as error:
@@ -66,15 +65,6 @@ def unpack(data: bytes, identity: str, num_groups: int) -> tuple[list[int], list
     if metadata.get("format") != FORMAT or metadata.get("identity") != identity:
         raise BatchError("the saved sequence is of another model, precision or block size")
     return tokens, contents
-
-
-def _sample(model: Model) -> str:
-    """Return a digest of each tensor's first weights: further training may leave most tensors as they were."""
-    digest = hashlib.sha256()
-    source = model.weights or ModuleWeights(model.hf)
-    for name in sorted(source.names()):
-        digest.update(source.tensor(name).rows.reshape(-1)[:_SAMPLED_BYTES].tobytes())
-    return digest.hexdigest()
 
 
 class HostBlockStore:
@@ -91,12 +81,12 @@ class HostBlockStore:
     def __init__(self, max_bytes: int, *, pinned: bool = False) -> None:
         if max_bytes < 0:
             raise OptionError("cpu_offload_space", f"must not be negative, not {max_bytes}")
-        if pinned and not torch.cuda.is_available():
+        if pinned and not has_gpu():
             raise OptionError("cpu_offload_space", "memory can be pinned only for a CUDA device")
         self.max_bytes = max_bytes
         self.bytes_used = 0
         self._pinned = pinned
-        self._content: dict[Hashable, list[torch.Tensor]] = {}
+        self._content: dict[Hashable, list[Content]] = {}
 
     def __len__(self) -> int:
         return len(self._content)
@@ -104,8 +94,8 @@ class HostBlockStore:
     def __contains__(self, key: Hashable) -> bool:
         return key in self._content
 
-    def put(self, key: Hashable, content: Sequence[torch.Tensor]) -> bool:
-        """Store one host tensor per layer group; returns False and stores nothing if they exceed the budget.
+    def put(self, key: Hashable, content: Sequence[Content]) -> bool:
+        """Store the content of each layer group; returns False and stores nothing if they exceed the budget.
 
         Raises:
             BatchError: the key is in use.
@@ -115,13 +105,11 @@ class HostBlockStore:
         size = _size(content)
         if self.bytes_used + size > self.max_bytes:
             return False
-        # Clone views: a view would keep its whole storage in memory, outside the budget.
-        kept = [tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone() for tensor in content]
-        self._content[key] = [tensor.pin_memory() for tensor in kept] if self._pinned else kept
+        self._content[key] = [_own(part, pinned=self._pinned) for part in content]
         self.bytes_used += size
         return True
 
-    def take(self, key: Hashable) -> list[torch.Tensor]:
+    def take(self, key: Hashable) -> list[Content]:
         """Remove and return the content that `put` stored.
 
         Raises:
@@ -141,5 +129,16 @@ class HostBlockStore:
         return True
 
 
-def _size(content: Sequence[torch.Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in content)
+def _own(content: Content, *, pinned: bool) -> Content:
+    """Return the content in memory of its own: a view would keep all that it is a view of, outside the budget."""
+    if isinstance(content, np.ndarray) and not pinned:
+        return content if content.base is None else content.copy()
+    import torch
+
+    tensor = torch.as_tensor(content)
+    kept = tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+    return kept.pin_memory() if pinned else kept
+
+
+def _size(content: Sequence[Content]) -> int:
+    return sum(part.nbytes for part in content)

@@ -20,9 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import regex
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import load
 
 from genbatch.nif.errors import AdapterError
 from genbatch.nif.models.architectures import ARCHITECTURES
@@ -33,6 +31,8 @@ from genbatch.nif.text.expressions import check_repeats
 from genbatch.nif.trusted_files import NotOurs, check_ours
 
 if TYPE_CHECKING:
+    import torch
+
     from genbatch.nif.models.loaded_model import Model
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -43,7 +43,6 @@ _MAX_CONFIG_BYTES = 2**20
 _MAX_PATTERN_CHARS = 8192
 _MATCHING_S = 5.0  # for all expressions of an adapter, which real ones take milliseconds of
 _MAX_FACTOR = 1e6  # of r and lora_alpha, which are below 1000 in any adapter that works
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 # Fields of adapter_config.json that change what a linear gives, in ways that are not computed here.
 _REFUSED = {
     "use_dora": "DoRA is not computed",
@@ -347,6 +346,8 @@ class _Scales:
 
 def _targets(model: "Model") -> dict[str, tuple[int, int]]:
     """Return (outputs, inputs) of every linear that an adapter may change, by name: all runners compute these."""
+    import torch
+
     hf: Any = model.hf
     linears = {
         name: (module.out_features, module.in_features)
@@ -372,6 +373,8 @@ def _expected(config: Mapping[str, Any], model: "Model", patterns: _Patterns) ->
         if isinstance(targets, str):
             return bool(targets) and patterns.matches(field, targets, module)
         return any(module == name or module.endswith(f".{name}") for name in targets or ())
+
+    import torch
 
     targets = config["target_modules"]
     hf: Any = model.hf
@@ -406,6 +409,8 @@ def _read_tensors(
     name: str, file: Path, linears: Mapping[str, tuple[int, int]], limits: AdapterLimits, free: int | None
 ) -> "tuple[dict[str, tuple[torch.Tensor, torch.Tensor]], Any]":
     """A and B of each module, float32, and a digest that the file's bytes went into."""
+    import torch
+    from safetensors.torch import load
 
     def refuse(reason: str) -> AdapterError:
         return AdapterError(name, f"{WEIGHTS}: {reason}")
@@ -428,7 +433,7 @@ def _read_tensors(
         if module not in linears:
             raise refuse(f"{key}: {_why_not(module)}")
         _check_shape(refuse, key, which, tuple(tensor.shape), linears[module], limits.max_lora_rank)
-        if tensor.dtype not in _FLOATS:
+        if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise refuse(f"{key} is of type {tensor.dtype}; float32, float16 and bfloat16 are read")
         plain = tensor.to(torch.float32, copy=True).contiguous()
         if not bool(torch.isfinite(plain).all()):

@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from genbatch.nif.cuda_device import choose_device
+from genbatch.nif.cuda_device import CPU, Device, choose_device
 from genbatch.nif.engine_options import check_dtype, check_gpu_layers
 from genbatch.nif.errors import ModelError
 from genbatch.nif.models.architecture import ExpertNames, read_whole
@@ -50,7 +50,7 @@ from genbatch.nif.models.file_checks import (
 from genbatch.nif.models.gguf_config import gguf_config, gguf_end_tokens, gguf_tokenizer
 from genbatch.nif.models.gguf_file import GgufFile, GgufWeights
 from genbatch.nif.models.hub import Progress
-from genbatch.nif.models.loaded_model import Model
+from genbatch.nif.models.loaded_model import DTYPES, Model
 from genbatch.nif.models.model_source import ModelSource, no_progress, quiet_transformers, resolve_model
 from genbatch.nif.models.quantised_checkpoint import QuantisedWeights, quantisation_of
 from genbatch.nif.models.self_check import check_paged_path, probe_layers
@@ -85,9 +85,6 @@ from genbatch.nif.text.tokenizer_process import check_loading
 
 log = logging.getLogger("genbatch")
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""The values of the option `dtype`, beside "auto"."""
-
 _LOAD_STEPS = 3  # tokenizer, weights, check
 
 
@@ -118,7 +115,7 @@ def load_model(
     report = progress or no_progress
     check_gpu_layers(n_gpu_layers)
     device = choose_device(n_gpu_layers, main_gpu)
-    torch_dtype = _dtype(dtype, device)
+    dtype = _dtype(dtype, device)
     found = resolve_model(source, report)
     register_attention()
     with quiet_transformers():
@@ -126,7 +123,7 @@ def load_model(
         files = _open_files(source, found)
         pooled = _pooling(source, files, pooling)
         if files.is_encoder:
-            return _encoder(found, files, pooled, torch_dtype, device, report)
+            return _encoder(found, files, pooled, dtype, device, report)
         if not _is_replaceable(files.model_class):
             raise ModelError(source, _not_replaceable(files.model_class))
         text_config = files.config.get_text_config(decoder=True)
@@ -138,16 +135,16 @@ def load_model(
         has_head = pooled is None or _has_head(files)
         if not has_head:
             files.config.tie_word_embeddings = True  # whatever stands there is asked for nothing
-        hf = _load_weights(source, files, torch_dtype, device)
+        hf = _load_weights(source, files, dtype, device)
         report("load", 2, _LOAD_STEPS)
         layers, vocab_size = probe_layers(source, hf, groups)
-        _log_expanded(found.name, text_config, layers, torch_dtype.itemsize)
+        _log_expanded(found.name, text_config, layers, DTYPES[dtype])
         model = Model(
             name=found.name,
             hf=hf,
             config=text_config,
             tokenizer=tokenizer,
-            dtype=torch_dtype,
+            dtype=dtype,
             device=device,
             groups=groups,
             layers=layers,
@@ -187,8 +184,7 @@ def describe_model(
         OptionError: `dtype` has another value.
     """
     report = progress or no_progress
-    device = torch.device("cpu")
-    torch_dtype = _dtype(dtype, device)
+    dtype = _dtype(dtype, CPU)
     found = found or resolve_model(source, report)
     register_attention()
     with quiet_transformers():
@@ -201,7 +197,9 @@ def describe_model(
         weights = files.weights()
         groups = layer_groups(source, config)
         attention = ATTENTION_NAME if files.model_class.is_backend_compatible() else "eager"
-        make = partial(files.model_class._from_config, config, dtype=torch_dtype, attn_implementation=attention)
+        make = partial(
+            files.model_class._from_config, config, dtype=getattr(torch, dtype), attn_implementation=attention
+        )
         hf = check_complete(source, files.model_class.__name__, config, make, weights)
         tokenizer = files.tokenizer()
         report("load", 1, _LOAD_STEPS)
@@ -213,8 +211,8 @@ def describe_model(
             hf=hf,
             config=config,
             tokenizer=tokenizer,
-            dtype=torch_dtype,
-            device=device,
+            dtype=dtype,
+            device=CPU,
             groups=groups,
             layers=layer_shapes(config),
             vocab_size=config.vocab_size,
@@ -229,12 +227,12 @@ def describe_model(
     return model
 
 
-def _dtype(name: str, device: torch.device) -> torch.dtype:
+def _dtype(name: str, device: Device) -> str:
     check_dtype(name)
     if name == "auto":
         on_gpu = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        return torch.bfloat16 if on_gpu else torch.float32
-    return DTYPES[name]
+        return "bfloat16" if on_gpu else "float32"
+    return name
 
 
 class _Files(Protocol):
@@ -484,8 +482,8 @@ def _encoder(
     found: ModelSource,
     files: _Files,
     pooled: Pooling | None,
-    dtype: torch.dtype,
-    device: torch.device,
+    dtype: str,
+    device: Device,
     report: Progress,
 ) -> Model:
     tokenizer = files.tokenizer()
@@ -495,7 +493,7 @@ def _encoder(
     assert pooled is not None
     model_class, weights = encoder_class(found.name, files.config), files.weights()
     check_size(found.name, lambda: model_class(files.config), weights)
-    hf, unused = load_encoder(found.name, found.path, files.config, dtype, device)
+    hf, unused = load_encoder(found.name, found.path, files.config, getattr(torch, dtype), torch.device(str(device)))
     check_all_used(found.name, files.config, weights, set(weights.names()) - unused, is_encoder=True)
     check_finite(found.name, hf)
     report("load", _LOAD_STEPS, _LOAD_STEPS)
@@ -598,16 +596,17 @@ def _not_replaceable(model_class: Any) -> str:
     )
 
 
-def _load_weights(source: str, files: _Files, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def _load_weights(source: str, files: _Files, dtype: str, device: Device) -> PreTrainedModel:
     """The module with its weights; from safetensors, or each tensor dequantised."""
-    settings: dict[str, Any] = {"config": files.config, "dtype": dtype, "attn_implementation": ATTENTION_NAME}
+    numbers = getattr(torch, dtype)
+    settings: dict[str, Any] = {"config": files.config, "dtype": numbers, "attn_implementation": ATTENTION_NAME}
     try:
         if isinstance(files, _Directory) and files.quantisation is None and not files.is_part:
             place, settings["use_safetensors"] = files.directory, True
         else:
             place, weights = None, files.weights()
             names = [name for name in weights.names() if not left_out(name)]
-            stored = {name: weights.tensor(name).whole().to(dtype) for name in names}
+            stored = {name: weights.tensor(name).whole().to(numbers) for name in names}
             settings["state_dict"] = _merged_latents(files, _merged_experts(files, stored))
         hf, report = files.model_class.from_pretrained(place, output_loading_info=True, **settings)
     except ModelError:
@@ -624,7 +623,7 @@ def _load_weights(source: str, files: _Files, dtype: torch.dtype, device: torch.
     check_finite(source, hf)
     page_convolutions(hf)
     page_recurrences(hf)
-    model: PreTrainedModel = hf.eval().requires_grad_(False).to(device)
+    model: PreTrainedModel = hf.eval().requires_grad_(False).to(str(device))
     return model
 
 

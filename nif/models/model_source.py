@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from filelock import FileLock
 
 from genbatch.nif.errors import ModelError
@@ -74,6 +73,7 @@ def convert_gguf(path: Path, directory: Path, progress: Progress) -> None:
     Raises:
         Exception: whatever transformers raises about a file that it cannot read.
     """
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     progress("convert", 0, 0)
@@ -96,8 +96,10 @@ def _name_special_tokens(tokenizer: Any, config: Any) -> None:
             setattr(tokenizer, f"{role}_token", tokenizer.convert_ids_to_tokens(token_id))
 
 
-def _exact_dtype(model: torch.nn.Module) -> torch.dtype:
-    """The narrowest floating type in which no weight changes."""
+def _exact_dtype(model: Any) -> Any:
+    """Return the narrowest of torch's floating types in which no weight changes."""
+    import torch
+
     for dtype in (torch.bfloat16, torch.float16):
         if all(torch.equal(weight.to(dtype).float(), weight.float()) for weight in model.parameters()):
             return dtype

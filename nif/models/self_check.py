@@ -1,5 +1,6 @@
 """Self-check: tests before any request that a model's own modules run correctly over the paged cache."""
 
+import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
@@ -16,7 +17,7 @@ _BLOCK_SIZE = 4
 
 # Relative error of a row of logits. Rounding costs a fraction of these; a layer that ignores its cache, its
 # mask or its position is off by far more.
-_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+_TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
 
 
 class _Probe:
@@ -94,7 +95,7 @@ def check_paged_path(name: str, model: Model) -> None:
         ModelError: the logits differ by more than rounding explains.
     """
     drawn = torch.randint(model.vocab_size, (2, _LENGTH), generator=torch.Generator().manual_seed(0))
-    tokens = drawn.to(model.device)
+    tokens = drawn.to(model.torch_device)
     try:
         expected = _eager_logits(model.hf, tokens)
         paged = _paged_logits(model, tokens)
@@ -126,30 +127,30 @@ def _paged_logits(model: Model, tokens: torch.Tensor) -> torch.Tensor:
     runner = TorchRunner(model)
     blocks = -(-_LENGTH // _BLOCK_SIZE)
     runner.allocate([2 * blocks] * len(model.groups), _BLOCK_SIZE)
-    first = runner.forward(_layout(model, tokens, [(0, 0, _CHUNK)]))
-    second = runner.forward(_layout(model, tokens, [(0, _CHUNK, _LENGTH), (1, 0, _LENGTH)]))
+    numbers = tokens.cpu().numpy()
+    first = runner.forward(_layout(model, numbers, [(0, 0, _CHUNK)]))
+    second = runner.forward(_layout(model, numbers, [(0, _CHUNK, _LENGTH), (1, 0, _LENGTH)]))
     runner.close()
-    return torch.cat([first, second]).view(2, _LENGTH, -1)
+    return torch.cat([torch.as_tensor(first), torch.as_tensor(second)]).view(2, _LENGTH, -1)
 
 
-def _layout(model: Model, tokens: torch.Tensor, parts: list[tuple[int, int, int]]) -> RaggedBatch:
+def _layout(model: Model, tokens: np.ndarray, parts: list[tuple[int, int, int]]) -> RaggedBatch:
     """A batch of (sequence, first position, one past the last); sequence s owns its own run of blocks."""
-    device, blocks = model.device, -(-_LENGTH // _BLOCK_SIZE)
-    positions = torch.cat([torch.arange(start, stop) for _, start, stop in parts]).to(device)
+    blocks = -(-_LENGTH // _BLOCK_SIZE)
+    positions = np.concatenate([np.arange(start, stop) for _, start, stop in parts])
     # Sequence s lies at the positions from s * blocks * _BLOCK_SIZE on, so its slots are consecutive.
-    shifts = torch.cat([torch.full((stop - start,), s * blocks * _BLOCK_SIZE) for s, start, stop in parts])
-    slots = positions + shifts.to(device)
-    table = torch.tensor([[s * blocks + b for b in range(blocks)] for s, _, _ in parts], dtype=torch.int32)
+    shifts = np.concatenate([np.full(stop - start, s * blocks * _BLOCK_SIZE) for s, start, stop in parts])
+    table = np.array([[s * blocks + b for b in range(blocks)] for s, _, _ in parts], np.int32)
     lengths = [stop - start for _, start, stop in parts]
     num_groups = len(model.groups)
     return RaggedBatch(
-        input_ids=torch.cat([tokens[s, start:stop] for s, start, stop in parts]),
+        input_ids=np.concatenate([tokens[s, start:stop] for s, start, stop in parts]),
         positions=positions,
-        query_starts=torch.tensor([0, *lengths]).cumsum(0).int().to(device),
-        kv_lens=torch.tensor([stop for _, _, stop in parts], dtype=torch.int32, device=device),
-        slots=(slots,) * num_groups,
-        block_tables=(table.to(device),) * num_groups,
-        logit_rows=torch.arange(sum(lengths), device=device),
+        query_starts=np.cumsum([0, *lengths]).astype(np.int32),
+        kv_lens=np.array([stop for _, _, stop in parts], np.int32),
+        slots=(positions + shifts,) * num_groups,
+        block_tables=(table,) * num_groups,
+        logit_rows=np.arange(sum(lengths)),
         max_query_len=max(lengths),
         max_kv_len=max(stop for _, _, stop in parts),
     )

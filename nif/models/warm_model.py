@@ -1,6 +1,6 @@
 """Keeps a model's description on disk, so that its next start needs no module of transformers.
 
-    model = kept_model(source, found, torch.float32, describe)   # None: it was not described before, or has changed
+    model = kept_model(source, found, "float32", describe)   # None: it was not described before, or has changed
     keep_model(found, model)                                     # after `describe_model`
 
 transformers' configurations and modules take two seconds to import. A native runner needs only the configuration's
@@ -21,19 +21,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from tokenizers import Tokenizer as Backend
 
+from genbatch.nif.cuda_device import CPU
 from genbatch.nif.errors import ModelError
 from genbatch.nif.models.architectures import ARCHITECTURES, layer_groups, layer_shapes, max_position
-from genbatch.nif.models.gguf_file import GgufFile, GgufWeights
-from genbatch.nif.models.loaded_model import Lazy, Model, ModuleShape, module_shape
+from genbatch.nif.models.loaded_model import Lazy, Model, ModuleShape, module_shape, weights_sample
 from genbatch.nif.models.model_source import ModelSource, cache_directory, quiet_transformers
-from genbatch.nif.models.weight_source import JoinedWeights, SafetensorsWeights, WeightSource, joined
+from genbatch.nif.models.rope import Frequencies, rope_frequencies
 from genbatch.nif.text.tokenizer import Tokenizer
 from genbatch.nif.trusted_files import NotOurs, is_ours, private_folder
+
+if TYPE_CHECKING:
+    from genbatch.nif.models.weight_source import WeightSource
 
 log = logging.getLogger("genbatch")
 
@@ -49,27 +51,22 @@ class KeptConfig:
     Args:
         fields: what its `to_dict` gives.
         attributes: every attribute that a file can hold.
-        frequencies: of rotary embeddings that are not plain, with the factor of their cosines, by kind of layer.
+        frequencies: of the rotary embeddings.
     """
 
     def __init__(
         self,
         fields: dict[str, Any],
         attributes: Mapping[str, Any],
-        frequencies: Sequence[tuple[str | None, list[float], float]],
+        frequencies: Sequence[Sequence[Any]],
     ) -> None:
         vars(self).update(attributes)
         self._fields = fields
-        self._frequencies = {kind: (values, factor) for kind, values, factor in frequencies}
+        self.kept_frequencies = [Frequencies(*each) for each in frequencies]
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as they were written."""
         return self._fields
-
-    def frequencies(self, kind: str | None) -> tuple[torch.Tensor, float]:
-        """What transformers' function for this kind of layer gave: float32, and the factor."""
-        values, factor = self._frequencies[kind]
-        return torch.tensor(values), factor
 
     def get_text_config(self, decoder: bool = False) -> "KeptConfig":
         """Return this configuration, because only decoders are kept."""
@@ -102,9 +99,7 @@ class KeptTokenizer:
         return Backend.from_str(self.text)
 
 
-def kept_model(
-    source: str, found: ModelSource, dtype: torch.dtype, describe: Callable[[], Model | None]
-) -> Model | None:
+def kept_model(source: str, found: ModelSource, dtype: str, describe: Callable[[], Model | None]) -> Model | None:
     """Load the model that `keep_model` described, with its weights in its files; None if there is no description.
 
     Args:
@@ -131,7 +126,7 @@ def kept_model(
             config=config,
             tokenizer=Tokenizer(KeptTokenizer(**said["tokenizer"])),
             dtype=dtype,
-            device=torch.device("cpu"),
+            device=CPU,
             groups=layer_groups(source, config),
             layers=layer_shapes(config),
             vocab_size=config.vocab_size,
@@ -140,6 +135,7 @@ def kept_model(
             weights=weights,
             sampling=said["sampling"],
             shape=shape,
+            sample=said["sample"],
         )
     except ModelError:
         raise
@@ -150,6 +146,9 @@ def kept_model(
 
 def keep_model(found: ModelSource, model: Model) -> None:
     """Write the description of a model from `describe_model`; logs the reason if it cannot be written."""
+    from genbatch.nif.models.gguf_file import GgufWeights
+    from genbatch.nif.models.weight_source import JoinedWeights, SafetensorsWeights
+
     path = _place(found)
     weights = model.weights.files if isinstance(model.weights, JoinedWeights) else model.weights
     if path is None or type(weights) not in (GgufWeights, SafetensorsWeights):
@@ -174,7 +173,11 @@ def _module(describe: Callable[[], Model | None]) -> Any:
     return model.hf
 
 
-def _weights(source: str, path: Path, config: Any) -> WeightSource:
+def _weights(source: str, path: Path, config: Any) -> "WeightSource":
+    # Here: these import torch, which a model with kept weights does without.
+    from genbatch.nif.models.gguf_file import GgufFile, GgufWeights
+    from genbatch.nif.models.weight_source import SafetensorsWeights, joined
+
     if path.is_file():
         return GgufWeights(GgufFile(source, path), config)
     return joined(SafetensorsWeights(source, path))
@@ -183,6 +186,8 @@ def _weights(source: str, path: Path, config: Any) -> WeightSource:
 def _described(model: Model) -> dict[str, Any] | None:
     """Return the description's content; None if reading it back would not give the same model."""
     hf, shape = model.hf, module_shape(model)
+    import torch  # here: `describe_model` has imported it
+
     if any(isinstance(part, torch.nn.Linear) and type(part) is not torch.nn.Linear for part in hf.modules()):
         return None
     try:
@@ -198,12 +203,14 @@ def _described(model: Model) -> dict[str, Any] | None:
 
 def _facts_to_keep(model: Model, shape: ModuleShape) -> dict[str, Any]:
     own = model.tokenizer.hf
+    partial_rotary = ARCHITECTURES[shape.kind](model.config).partial_rotary
+    frequencies = rope_frequencies(model.config, partial=partial_rotary)
     return {
         "kind": shape.kind,
         "tensors": shape.tensors,
         "config": model.config.to_dict(),
         "attributes": _attributes(model.config),
-        "frequencies": _frequencies(model.config),
+        "frequencies": [[each.kind, list(each.values), each.scale] for each in frequencies],
         "tokenizer": {
             "text": model.tokenizer.backend.to_str(),
             "size": len(own),
@@ -215,6 +222,7 @@ def _facts_to_keep(model: Model, shape: ModuleShape) -> dict[str, Any]:
         },
         "end_tokens": sorted(model.eos_token_ids),
         "sampling": model.sampling,
+        "sample": weights_sample(model),
     }
 
 
@@ -227,18 +235,6 @@ def _facts(kind: str, name: str, config: Any) -> list[Any]:
     ropes = [getattr(config, part, None) for part in ("rope_parameters", "layer_types", "tie_word_embeddings")]
     shapes = layer_groups(name, config), layer_shapes(config), max_position(name, config)
     return [fields, sizes, ropes, shapes, ARCHITECTURES[kind](config)]
-
-
-def _frequencies(config: Any) -> list[tuple[str | None, list[float], float]]:
-    """Those of `KeptConfig`, by transformers' own functions."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    found, parameters = [], getattr(config, "rope_parameters", None) or {}
-    for kind, rope in [(None, parameters)] if "rope_type" in parameters else parameters.items():
-        if rope["rope_type"] != "default":
-            values, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"), layer_type=kind)
-            found.append((kind, values.float().tolist(), float(factor)))
-    return found
 
 
 def _attributes(config: Any) -> dict[str, Any]:

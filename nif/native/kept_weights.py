@@ -246,7 +246,7 @@ def keep_in_background(
 
 
 def _write(place: Path, struct: ModelStruct, arena: NativeArena, library: ctypes.CDLL, max_bytes: int) -> None:
-    parts = [part.numpy() for part in arena.parts()]
+    parts = arena.parts()
     image = _Image(struct, parts)
     total = sum(map(_padded, map(len, parts)))
     if not _make_room(place.parent, total, max_bytes):

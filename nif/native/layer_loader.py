@@ -79,7 +79,7 @@ class LayerLoader:
         # What the module has, the source must have in the same shape; only experts may be merged in one of them.
         self._shapes = module_shape(model).tensors
         self._held: list[Any] = []  # keeps the structs' targets in memory
-        self._plain, self._dtype = WEIGHT_BF16 if model.dtype == torch.bfloat16 else WEIGHT_F32, model.dtype
+        self._plain, self._dtype = WEIGHT_BF16 if model.dtype == "bfloat16" else WEIGHT_F32, model.torch_dtype
         self._cached = layer_shapes(self._config)
 
     def layer(self, index: int) -> Layer:

@@ -1,6 +1,6 @@
 """The C library in ctypes: the constants, structs and functions of abi.h.
 
-NativeMemory is memory that C reads and torch writes: page-aligned, zeroed, on huge pages where the system has them.
+NativeMemory is memory that C reads: page-aligned, zeroed, on huge pages where the system has them.
 """
 
 import ctypes
@@ -9,7 +9,8 @@ from ctypes import Structure
 from functools import lru_cache
 from pathlib import Path
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from genbatch.nif.native.abi import HEADER, c_struct
 from genbatch.nif.native.build import NativeUnavailable, build_library
@@ -155,12 +156,12 @@ class NativeMemory:
             raise MemoryError(f"cannot allocate {size} bytes")
         self.address: int = address
         buffer = (ctypes.c_uint8 * max(size, 1)).from_address(address)
-        self.tensor = torch.frombuffer(buffer, dtype=torch.uint8)[:size]  # [size] uint8
+        self.bytes: npt.NDArray[np.uint8] = np.ctypeslib.as_array(buffer)[:size]
         self._release = weakref.finalize(self, library.memory_free, address, size)
 
     def close(self) -> None:
-        """Releases the memory; `tensor` must not be used any more."""
-        self.tensor = torch.empty(0, dtype=torch.uint8)
+        """Releases the memory; `bytes` must not be used any more."""
+        self.bytes = np.empty(0, np.uint8)
         self._release()
 
 
@@ -178,7 +179,7 @@ class NativeArena:
         self._start = 0  # of what was handed out last, in the last chunk
         self._used = 0  # bytes of the last chunk
 
-    def reserve(self, size: int) -> tuple[int, torch.Tensor]:
+    def reserve(self, size: int) -> tuple[int, npt.NDArray[np.uint8]]:
         """`size` bytes that start on a cache line of their own.
 
         Returns:
@@ -187,19 +188,19 @@ class NativeArena:
         Raises:
             MemoryError: the system refused.
         """
-        if not self._chunks or self._used + size > self._chunks[-1].tensor.numel():
+        if not self._chunks or self._used + size > self._chunks[-1].bytes.size:
             self._sizes += [self._used] if self._chunks else []
             self._chunks.append(NativeMemory(self._library, max(_CHUNK_BYTES, size)))
             self._used = 0
         self._start, chunk = self._used, self._chunks[-1]
         self.shrink(size)
-        return chunk.address + self._start, chunk.tensor[self._start : self._start + size]
+        return chunk.address + self._start, chunk.bytes[self._start : self._start + size]
 
     def shrink(self, size: int) -> None:
         """Shrink the last reservation to its first `size` bytes."""
         self._used = self._start + size + -size % _LINE_BYTES
 
-    def parts(self) -> list[torch.Tensor]:
+    def parts(self) -> list[npt.NDArray[np.uint8]]:
         """Return the reserved memory in order, one [size] uint8 per allocation."""
         sizes = [*self._sizes, self._used]
-        return [chunk.tensor[:size] for chunk, size in zip(self._chunks, sizes, strict=False)]
+        return [chunk.bytes[:size] for chunk, size in zip(self._chunks, sizes, strict=False)]

@@ -1,15 +1,10 @@
-"""ModelWeights: packs a model into the struct and the matrices for C, by its architecture's description.
-
-RopeTables hold the cosines and sines of the rotary embeddings for each position.
-"""
+"""ModelWeights: packs a model into the struct and the matrices for C, by its architecture's description."""
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from threading import Thread
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from genbatch.nif.cores import available_cores
 from genbatch.nif.errors import ModelError, OptionError, TensorError
@@ -17,18 +12,14 @@ from genbatch.nif.models.architecture import (
     ACTIVATIONS,
     Architecture,
     LayerEmbeddings,
-    has_alpha,
     heads_of,
     kv_sources,
-    shapes_of,
 )
 from genbatch.nif.models.architectures import ARCHITECTURES, layer_shapes
 from genbatch.nif.models.loaded_model import module_shape
-from genbatch.nif.models.warm_model import KeptConfig
-from genbatch.nif.models.weight_source import ModuleWeights
+from genbatch.nif.models.rope import RopeTables, rope_kinds
 from genbatch.nif.native.build import NativeUnavailable
 from genbatch.nif.native.kept_weights import keep_in_background, kept_place, open_weights
-from genbatch.nif.native.layer_loader import I8_HEAD_GROUP, LayerLoader, is_tied
 from genbatch.nif.native.library import (
     ALL_POSITIONS,
     MAX_GROUPS,
@@ -43,92 +34,11 @@ from genbatch.nif.native.library import (
     NativeArena,
     native_library,
 )
-from genbatch.nif.native.weights import WeightPacker
 from genbatch.nif.runner import LayerGroup
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # import torch, which a model with kept weights does without
     from genbatch.nif.models.loaded_model import Model
-
-
-_FIRST_POSITIONS = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class RopeTable:
-    """One rotary embedding's table, up to the longest position so far."""
-
-    cosines: torch.Tensor  # [positions, rotary_dim / 2] float32
-    sines: torch.Tensor
-
-
-class RopeTables:
-    """The rotary tables of a model's layers; the tables grow in powers of two.
-
-    transformers' own functions compute the frequencies, so all its scalings are supported.
-
-    Args:
-        config: of the text decoder.
-        partial: whether only the configuration's share of a head is rotated.
-        max_position: positions that a sequence may have.
-
-    Attributes:
-        kinds: the kinds of layers (transformers' `layer_types`) by table; (None,) where all layers share one.
-        rotary_dims: elements of a head that are rotated, by table.
-        max_position: as above.
-    """
-
-    def __init__(self, config: Any, *, partial: bool, max_position: int) -> None:
-        parameters: Any = _rope_parameters(config)
-        nested = "rope_type" not in parameters
-        self.kinds: tuple[str | None, ...] = tuple(sorted(parameters)) if nested else (None,)
-        self.max_position = max_position
-        self._frequencies = [_frequencies(config, kind, partial=partial) for kind in self.kinds]
-        self.rotary_dims = [2 * frequencies.numel() for frequencies, _ in self._frequencies]
-        self._tables: list[RopeTable] = []
-
-    def up_to(self, num_positions: int) -> list[RopeTable]:
-        """Return tables of at least `num_positions` rows, and at most the model's positions."""
-        if not self._tables or self._tables[0].cosines.shape[0] < min(num_positions, self.max_position):
-            rows = max(_FIRST_POSITIONS, 1 << (num_positions - 1).bit_length())
-            positions = torch.arange(min(rows, self.max_position)).float()[:, None]
-            self._tables = [
-                RopeTable((positions * frequencies).cos() * scale, (positions * frequencies).sin() * scale)
-                for frequencies, scale in self._frequencies
-            ]
-        return self._tables
-
-
-def _rope_parameters(config: Any) -> Any:
-    """Return the configuration's parameters; those of an unused table for a model that rotates nothing."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    unused = {"rope_type": "default", "rope_theta": 1.0}
-    return unused if parameters.get("rope_theta", 0) is None else parameters or unused
-
-
-def rope_kinds(config: Any) -> list[str]:
-    """Return the types of a model's rotary embeddings ("default", "llama3", ...), one per table."""
-    parameters: Any = _rope_parameters(config)
-    nested = [parameters] if "rope_type" in parameters else list(parameters.values())
-    return ["default" if has_alpha(one) else one["rope_type"] for one in nested]
-
-
-def _frequencies(config: Any, kind: str | None, *, partial: bool) -> tuple[torch.Tensor, float]:
-    """Return radians per position for each pair of elements, [rotary_dim / 2], and a factor of cosines and sines."""
-    parameters = _rope_parameters(config) if kind is None else config.rope_parameters[kind]
-    base = parameters["rope_theta"]
-    if parameters["rope_type"] != "default" and not has_alpha(parameters):
-        if isinstance(config, KeptConfig):
-            return config.frequencies(kind)
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-        frequencies, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"), layer_type=kind)
-        return frequencies.float(), float(scale)
-    shapes, kinds = shapes_of(config), getattr(config, "layer_types", None) or ()
-    size = shapes[kinds.index(kind) if kind in kinds else 0][1]
-    size = int(size * parameters.get("partial_rotary_factor", 1.0)) if partial else size
-    if has_alpha(parameters):
-        base *= parameters["alpha"] ** (size / (size - 2))
-    return 1.0 / base ** (torch.arange(0, size, 2).float() / size), 1.0
+    from genbatch.nif.native.layer_loader import LayerLoader
 
 
 QUANTIZE = ("none", "int8", "int4")
@@ -150,7 +60,7 @@ def check_supported(model: "Model") -> Architecture:
         raise NativeUnavailable(f"{kind} is none of the architectures that the kernels know")
     if model.device.type != "cpu":
         raise NativeUnavailable(f"the model is on {model.device}, not on the CPU")
-    if model.dtype not in (torch.float32, torch.bfloat16):
+    if model.dtype not in ("float32", "bfloat16"):
         raise NativeUnavailable(f"weights in {model.dtype}; the kernels take float32 and bfloat16")
     architecture = ARCHITECTURES[kind](config)
     if architecture.activation not in ACTIVATIONS:
@@ -187,10 +97,18 @@ def check_supported(model: "Model") -> Architecture:
         )
     if getattr(config, "use_bidirectional_attention", False) in (True, "all"):  # "vision": only those of pictures do
         raise NativeUnavailable("its tokens attend to later ones")
-    for name, module in model.hf.named_modules() if model.shape is None else ():
+    if model.shape is None:
+        _check_linears(model)
+    return architecture
+
+
+def _check_linears(model: "Model") -> None:
+    """Raise NativeUnavailable if the model's module has another kind of linears than torch's."""
+    import torch
+
+    for name, module in model.hf.named_modules():
         if isinstance(module, torch.nn.Linear) and type(module) is not torch.nn.Linear:
             raise NativeUnavailable(f"{name} is a {type(module).__name__}, not a plain torch.nn.Linear")
-    return architecture
 
 
 class ModelWeights:
@@ -218,7 +136,7 @@ class ModelWeights:
         self.model = model
         self.library = native_library()
         self.quantize = quantize
-        plain = WEIGHT_BF16 if model.dtype == torch.bfloat16 else WEIGHT_F32
+        plain = WEIGHT_BF16 if model.dtype == "bfloat16" else WEIGHT_F32
         self.kind = plain if quantize == "none" else WEIGHT_I8
         config: Any = model.config
         sources = kv_sources(config)
@@ -244,6 +162,10 @@ class ModelWeights:
 
     def _pack(self, model: "Model", architecture: Architecture, plain: int, matrices: int) -> NativeArena:
         """Pack the weights from the model's files; returns the memory that holds them."""
+        from genbatch.nif.models.weight_source import ModuleWeights
+        from genbatch.nif.native.layer_loader import I8_HEAD_GROUP, LayerLoader, is_tied
+        from genbatch.nif.native.weights import WeightPacker
+
         config: Any = model.config
         source = model.weights or ModuleWeights(model.hf)
         packer = WeightPacker(self.library, available_cores())

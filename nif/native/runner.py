@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
 from genbatch.nif.cores import available_cores
 from genbatch.nif.errors import BatchError, OptionError
@@ -30,15 +30,16 @@ from genbatch.nif.native.library import (
     Step,
 )
 from genbatch.nif.native.model_weights import ModelWeights
-from genbatch.nif.native.weights import AdapterWeights
-from genbatch.nif.runner import Largest, LoraAdapter, RaggedBatch
+from genbatch.nif.runner import Content, Largest, LoraAdapter, RaggedBatch
 
 if TYPE_CHECKING:
     from genbatch.nif.models.loaded_model import Model
+    from genbatch.nif.native.weights import AdapterWeights
 
 _WEIGHT_NAMES = {WEIGHT_F32: "float32", WEIGHT_BF16: "bfloat16"}
-_KV_KINDS = {torch.float32: KV_F32, torch.bfloat16: KV_BF16, torch.int8: KV_I8}
-_KV_DTYPES = {WEIGHT_F32: torch.float32, WEIGHT_BF16: torch.bfloat16, WEIGHT_I8: torch.int8}  # unless one is named
+_KV_KINDS = {"float32": KV_F32, "bfloat16": KV_BF16, "int8": KV_I8}
+_KV_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+_KV_DTYPES = {WEIGHT_F32: "float32", WEIGHT_BF16: "bfloat16", WEIGHT_I8: "int8"}  # unless one is named
 _KEY_LANES = 16  # scores per vector; a block's keys are padded to a multiple
 _HUGE_PAGE, _SMALL_PAGE = 1 << 21, 1 << 12
 _FACTOR_BYTES = 12  # bytes of factors per token in 8 bits: see attention_int8.c
@@ -49,7 +50,7 @@ def native_runner(
     model: "Model",
     *,
     quantize: str = "none",
-    kv_dtype: torch.dtype | None = None,
+    kv_dtype: str | None = None,
     n_threads: int | None = None,
 ) -> "NativeRunner":
     """Build the kernels if needed, pack the weights and start the threads.
@@ -60,7 +61,7 @@ def native_runner(
             weights that have 4 bits already keep them. "int4" is "int8" with 4-bit weights in groups of 32, except for
             the head and some projections of some layers (`keeps_8_bits`). Weights that are quantised in their files
             stay unchanged.
-        kv_dtype: torch.float32, torch.bfloat16 or torch.int8; None means the weights' dtype.
+        kv_dtype: "float32", "bfloat16" or "int8"; None means the weights' dtype.
         n_threads: threads of a step; None means the cores that this process may use.
 
     Raises:
@@ -79,7 +80,7 @@ class NativeRunner:
 
     Args:
         weights: the packed weights, shared by successive runners.
-        kv_dtype: torch.float32, torch.bfloat16 or torch.int8; None means the weights' dtype.
+        kv_dtype: "float32", "bfloat16" or "int8"; None means the weights' dtype.
         n_threads: threads of a step; None means the cores that this process may use.
 
     Raises:
@@ -88,11 +89,9 @@ class NativeRunner:
 
     rows_are_invariant: Literal[True] = True
 
-    def __init__(
-        self, weights: ModelWeights, *, kv_dtype: torch.dtype | None = None, n_threads: int | None = None
-    ) -> None:
+    def __init__(self, weights: ModelWeights, *, kv_dtype: str | None = None, n_threads: int | None = None) -> None:
         if kv_dtype is not None and kv_dtype not in _KV_KINDS:
-            raise OptionError("kv_dtype", f"{kv_dtype} is none of {', '.join(map(str, _KV_KINDS))}")
+            raise OptionError("kv_dtype", f"{kv_dtype} is none of {', '.join(_KV_KINDS)}")
         if n_threads is not None and n_threads < 1:
             raise OptionError("n_threads", f"must be at least 1, not {n_threads}")
         self._n_threads = n_threads or available_cores()
@@ -100,7 +99,6 @@ class NativeRunner:
         numbers = _WEIGHT_NAMES[weights.kind] if weights.quantize == "none" else weights.quantize
         self.name = f"native ({numbers}, {self._n_threads} thread{plural})"
         self.quantize = weights.quantize
-        self.device = torch.device("cpu")
         self.vocab_size = weights.model.vocab_size
         self.groups = weights.groups
         self._weights = weights
@@ -153,51 +151,53 @@ class NativeRunner:
         if not self._engine:
             raise MemoryError("cannot allocate the native engine")
 
-    def forward(self, batch: RaggedBatch) -> torch.Tensor:
+    def forward(self, batch: RaggedBatch) -> npt.NDArray[np.float32]:
         """Writes the batch's keys and values to its slots and returns logits [R, vocab_size] float32.
 
         Raises:
             BatchError: a token, slot, position or block is out of range; nothing was written.
             MemoryError: no room for the step's activations.
         """
-        logits = torch.empty(batch.logit_rows.numel(), self.vocab_size)
+        logits = np.empty((batch.logit_rows.size, self.vocab_size), np.float32)
         self._run(batch, logits, None)
         return logits
 
-    def forward_largest(self, batch: RaggedBatch, *, with_logits: bool) -> tuple[torch.Tensor | None, Largest]:
+    def forward_largest(
+        self, batch: RaggedBatch, *, with_logits: bool
+    ) -> tuple[npt.NDArray[np.float32] | None, Largest]:
         """Run `forward`; returns logits (None without `with_logits`) and each row's largest, lowest id among equals."""
-        rows = batch.logit_rows.numel()
-        logits = torch.empty(rows, self.vocab_size) if with_logits else None
+        rows = batch.logit_rows.size
+        logits = np.empty((rows, self.vocab_size), np.float32) if with_logits else None
         best = np.empty(rows, _LARGEST)
         self._run(batch, logits, best)
         return logits, Largest(best["value"], best["column"])
 
-    def _run(self, batch: RaggedBatch, logits: torch.Tensor | None, best: np.ndarray | None) -> None:
+    def _run(self, batch: RaggedBatch, logits: np.ndarray | None, best: np.ndarray | None) -> None:
         """Run the step in C; raises the errors of `forward`."""
         assert self._engine is not None, "forward needs a pool"
         tables = self._rope.up_to(batch.max_kv_len)
         _check_sizes(batch, len(self.groups))
         held = _Held()
         step = Step(
-            num_tokens=batch.input_ids.numel(),
-            num_entries=batch.kv_lens.numel(),
-            num_logit_rows=batch.logit_rows.numel(),
-            num_positions=tables[0].cosines.shape[0],
-            input_ids=held.address(batch.input_ids, torch.int64),
-            positions=held.address(batch.positions, torch.int64),
-            query_starts=held.address(batch.query_starts, torch.int32),
-            kv_lens=held.address(batch.kv_lens, torch.int32),
-            logit_rows=held.address(batch.logit_rows, torch.int64),
-            logits=None if logits is None else logits.data_ptr(),
+            num_tokens=batch.input_ids.size,
+            num_entries=batch.kv_lens.size,
+            num_logit_rows=batch.logit_rows.size,
+            num_positions=len(tables[0].cosines),
+            input_ids=held.address(batch.input_ids, np.int64),
+            positions=held.address(batch.positions, np.int64),
+            query_starts=held.address(batch.query_starts, np.int32),
+            kv_lens=held.address(batch.kv_lens, np.int32),
+            logit_rows=held.address(batch.logit_rows, np.int64),
+            logits=None if logits is None else logits.ctypes.data,
             best=None if best is None else best.ctypes.data,
         )
         if batch.adapters is not None:
             self._name_adapters(step, batch.adapters, held)
         for i, table in enumerate(tables):
-            step.cosines[i], step.sines[i] = table.cosines.data_ptr(), table.sines.data_ptr()
+            step.cosines[i], step.sines[i] = table.cosines.ctypes.data, table.sines.ctypes.data
         for i in range(len(self.groups)):
-            step.slots[i] = held.address(batch.slots[i], torch.int64)
-            step.block_tables[i] = held.address(batch.block_tables[i], torch.int32)
+            step.slots[i] = held.address(batch.slots[i], np.int64)
+            step.block_tables[i] = held.address(batch.block_tables[i], np.int32)
             step.table_width[i] = batch.block_tables[i].shape[1]
         where = ctypes.c_int64()
         error = self._library.engine_step(self._engine, ctypes.byref(step), ctypes.byref(where))
@@ -208,6 +208,10 @@ class NativeRunner:
 
     def add_adapter(self, adapter: LoraAdapter) -> None:
         """See `AdaptingRunner`; the matrices are always in float32."""
+        import torch
+
+        from genbatch.nif.native.weights import AdapterWeights
+
         model = self._weights.model
         modules = model.hf.named_modules()
         sizes = {name: module.out_features for name, module in modules if isinstance(module, torch.nn.Linear)}
@@ -218,15 +222,15 @@ class NativeRunner:
         """See `AdaptingRunner`."""
         del self._adapters[adapter.handle]
 
-    def _name_adapters(self, step: Step, adapters: torch.Tensor, held: "_Held") -> None:
+    def _name_adapters(self, step: Step, adapters: npt.NDArray[np.int64], held: "_Held") -> None:
         """Set each token's adapter in the step, as an index into the step's adapters."""
-        handles, places = np.unique(adapters.numpy(), return_inverse=True)
+        handles, places = np.unique(adapters, return_inverse=True)
         named = [self._adapters[handle] for handle in handles.tolist() if handle]
-        owners = torch.from_numpy(places - int(handles[0] == 0))
-        addresses = torch.tensor([one.address for one in named])
-        step.num_adapters, step.lora_ranks = len(named), max(one.most_ranks for one in named)
-        step.adapters = held.address(addresses, torch.int64)
-        step.adapter_of = held.address(owners, torch.int32)
+        owners = places - int(handles[0] == 0)
+        addresses = np.array([adapter.address for adapter in named], np.int64)
+        step.num_adapters, step.lora_ranks = len(named), max(adapter.most_ranks for adapter in named)
+        step.adapters = held.address(addresses, np.int64)
+        step.adapter_of = held.address(owners, np.int32)
 
     def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks (source, destination); every source is read before any block is written."""
@@ -235,9 +239,9 @@ class NativeRunner:
             blocks = self._blocks(group)
             blocks[:, destinations] = blocks[:, sources]
 
-    def read_blocks(self, group: int, blocks: Sequence[int]) -> torch.Tensor:
-        """The blocks' content as one host tensor [len(blocks), bytes_per_block] uint8."""
-        return self._blocks(group)[:, list(blocks)].transpose(0, 1).flatten(1)
+    def read_blocks(self, group: int, blocks: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """Return the blocks' content."""
+        return self._blocks(group)[:, list(blocks)].transpose(1, 0, 2).reshape(len(blocks), -1)
 
     @property
     def kernels(self) -> str:
@@ -246,12 +250,12 @@ class NativeRunner:
 
     def block_content(self, group: int, block: int) -> bytes:
         """See `ReadsBlocks`."""
-        return self._blocks(group).numpy()[:, block].tobytes()  # torch would start threads for it
+        return self._blocks(group)[:, block].tobytes()
 
-    def write_blocks(self, group: int, blocks: Sequence[int], content: torch.Tensor) -> None:
+    def write_blocks(self, group: int, blocks: Sequence[int], content: Content) -> None:
         """Write the content that `read_blocks` returned into blocks, which may be other blocks than before."""
         into = self._blocks(group)
-        into[:, list(blocks)] = content.reshape(len(blocks), len(into), -1).transpose(0, 1)
+        into[:, list(blocks)] = np.asarray(content).reshape(len(blocks), len(into), -1).transpose(1, 0, 2)
 
     def close(self) -> None:
         """Stops the threads and releases the KV pool; the weights stay for the next runner."""
@@ -269,14 +273,14 @@ class NativeRunner:
             return block_size * int(self._shape.hidden) * 4
         if self.groups[group].recurs:
             return int(self._library.recurrence_bytes(self._layer(group).recurrence, block_size))
-        size, layer = self._kv_dtype.itemsize, self._layer(group)
+        size, layer = _KV_BYTES[self._kv_dtype], self._layer(group)
         values = _padded(block_size, 4 // size) * layer.value_dim * size
         return int(layer.num_kv_heads * (self._key_bytes(group, block_size) + values))
 
     def _key_bytes(self, group: int, block_size: int) -> int:
         """Bytes that one KV head's keys take in a block, with what stands between them and the values."""
-        factors = _FACTOR_BYTES if self._kv_dtype == torch.int8 else 0
-        return int(_padded(block_size, _KEY_LANES) * (self._layer(group).key_dim * self._kv_dtype.itemsize + factors))
+        factors = _FACTOR_BYTES if self._kv_dtype == "int8" else 0
+        return int(_padded(block_size, _KEY_LANES) * (self._layer(group).key_dim * _KV_BYTES[self._kv_dtype] + factors))
 
     def _layer(self, group: int) -> Layer:
         """Return the first layer of a group; all its layers have the same shape."""
@@ -284,39 +288,40 @@ class NativeRunner:
         layer: Layer = layers[self.groups[group].layers[0] % len(layers)]
         return layer
 
-    def _blocks(self, group: int) -> torch.Tensor:
-        """The group's pool as [layers, num_blocks, bytes of a layer's block]."""
+    def _blocks(self, group: int) -> npt.NDArray[np.uint8]:
+        """Return the group's pool as [layers, num_blocks, bytes of a layer's block]."""
         assert self._caches is not None, "there is no pool yet"
         cache = self._caches[group]
         size = len(self.groups[group].layers), cache.num_blocks, cache.block_stride
-        return self._pools[group].tensor.as_strided(size, (cache.layer_stride, cache.block_stride, 1))
+        strides = cache.layer_stride, cache.block_stride, 1
+        return np.lib.stride_tricks.as_strided(self._pools[group].bytes, size, strides)
 
 
 class _Held:
-    """Keeps a step's tensors in memory while C uses their addresses."""
+    """Keeps a step's arrays in memory while C uses their addresses."""
 
     def __init__(self) -> None:
-        self._tensors: list[torch.Tensor] = []
+        self._arrays: list[np.ndarray] = []
 
-    def address(self, tensor: torch.Tensor, dtype: torch.dtype) -> int:
-        """Return the tensor's address; copies the tensor if its layout differs."""
-        plain = tensor.to(device="cpu", dtype=dtype).contiguous()
-        self._tensors.append(plain)
-        return plain.data_ptr()
+    def address(self, array: np.ndarray, dtype: type[np.integer]) -> int:
+        """Return the array's address; copies the array if its layout differs."""
+        plain = np.ascontiguousarray(array, dtype)
+        self._arrays.append(plain)
+        return plain.ctypes.data
 
 
 def _check_sizes(batch: RaggedBatch, num_groups: int) -> None:
     """Check that every array has the length that the counts say, which C cannot check."""
-    tokens, entries = batch.input_ids.numel(), batch.kv_lens.numel()
-    sizes = [batch.positions.numel(), *(slots.numel() for slots in batch.slots)]
+    tokens, entries = batch.input_ids.size, batch.kv_lens.size
+    sizes = [batch.positions.size, *(slots.size for slots in batch.slots)]
     tables = [table.shape[0] for table in batch.block_tables]
     if (
         set(sizes) != {tokens}
-        or batch.query_starts.numel() != entries + 1
+        or batch.query_starts.size != entries + 1
         or set(tables) != {entries}
         or not len(batch.slots) == len(tables) == num_groups <= MAX_GROUPS
     ):
-        raise BatchError("the batch's tensors contradict each other in length")
+        raise BatchError("the batch's arrays contradict each other in length")
 
 
 def apart(size: int, num_layers: int) -> int:

@@ -156,7 +156,7 @@ class WeightPacker:
         """The address of a copy; it lives as long as this object."""
         plain = tensor.detach().contiguous()
         address, target = self.arena.reserve(plain.nbytes)
-        target.copy_(plain.reshape(-1).view(torch.uint8))
+        target[:] = plain.reshape(-1).view(torch.uint8).numpy()
         return address
 
     def put_floats(self, vector: torch.Tensor) -> int:
@@ -452,5 +452,5 @@ class AdapterWeights:
         """Copy the array into this object's memory, and return the copy's address."""
         plain = np.ascontiguousarray(array)
         address, place = self._arena.reserve(plain.nbytes)
-        place.copy_(torch.from_numpy(plain.reshape(-1).view(np.uint8)))
+        place[:] = plain.reshape(-1).view(np.uint8)
         return address

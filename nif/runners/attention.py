@@ -8,7 +8,8 @@ import torch
 from torch.nn.functional import conv1d, pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from genbatch.nif.runner import LayerGroup, RaggedBatch
+from genbatch.nif.runner import LayerGroup
+from genbatch.nif.runners.tensor_batch import TensorBatch
 
 ATTENTION_NAME = "genbatch_paged"
 """What `attn_implementation` is set to. transformers builds no mask for a name it does not know one for."""
@@ -151,7 +152,7 @@ class TorchStep:
     """
 
     def __init__(
-        self, batch: RaggedBatch, groups: Sequence[LayerGroup], pools: Sequence[LayerPool], block_size: int
+        self, batch: TensorBatch, groups: Sequence[LayerGroup], pools: Sequence[LayerPool], block_size: int
     ) -> None:
         self._pools = pools
         self._block_size = block_size

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from genbatch.nif.pooling import CLS, MEAN
-from genbatch.nif.runner import RaggedBatch
+from genbatch.nif.runner import Content, RaggedBatch, Rows
+from genbatch.nif.runners.tensor_batch import TensorBatch, rows_of, tensors
 
 if TYPE_CHECKING:
     from genbatch.nif.models.loaded_model import Model
@@ -36,7 +37,7 @@ class EncoderRunner:
 
     def __init__(self, model: "Model") -> None:
         assert model.pooling is not None, "an encoder is served for its embeddings or its scores"
-        self.device = model.device
+        self.device = model.torch_device
         self.vocab_size = model.vocab_size
         self.groups = model.groups
         self._model = model
@@ -52,48 +53,52 @@ class EncoderRunner:
         """Allocate the pool: `num_blocks[0]` zeroed blocks."""
         self._pool = torch.zeros((num_blocks[0], block_size), dtype=torch.int32)
 
-    def forward(self, batch: RaggedBatch) -> torch.Tensor:
+    def forward(self, batch: RaggedBatch) -> Rows:
         """Write the batch's tokens to its slots; returns empty logits, [0, vocab_size]."""
+        return rows_of(self._write(tensors(batch)))
+
+    def _write(self, batch: TensorBatch) -> torch.Tensor:
         assert not batch.logit_rows.numel(), "an encoder has no logits"
-        self._pool.view(-1)[batch.slots[0].cpu()] = batch.input_ids.cpu().int()
+        self._pool.view(-1)[batch.slots[0]] = batch.input_ids.int()
         return torch.empty(0, self.vocab_size)
 
     @torch.inference_mode()
-    def forward_states(self, batch: RaggedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward_states(self, batch: RaggedBatch) -> tuple[Rows, Rows]:
         """Run `forward`, and return pooled states [S, hidden] for the texts that end at `state_rows`.
 
         Other texts of the batch change a text's states by rounding only.
         """
-        logits = self.forward(batch)
-        assert batch.state_rows is not None, "no states are wanted"
-        entries = torch.searchsorted(batch.query_starts.cpu(), batch.state_rows.cpu(), right=True) - 1
-        texts = [self._text(batch, entry) for entry in entries.tolist()]
+        step = tensors(batch)
+        logits = self._write(step)
+        assert step.state_rows is not None, "no states are wanted"
+        entries = torch.searchsorted(step.query_starts, step.state_rows, right=True) - 1
+        texts = [self._text(step, entry) for entry in entries.tolist()]
         pooled = torch.empty(len(texts), self._pooling.size)
         for together in alike([len(text) for text in texts]):
             pooled[together] = self._pooled([texts[index] for index in together])
-        return logits, pooled
+        return rows_of(logits), rows_of(pooled)
 
     def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination); every source is read before any block is written."""
         sources, destinations = (list(ids) for ids in zip(*pairs, strict=True))
         self._pool[destinations] = self._pool[sources]
 
-    def read_blocks(self, group: int, blocks: Sequence[int]) -> torch.Tensor:
-        """Return the blocks' content as one host tensor [len(blocks), bytes_per_block] uint8."""
-        return self._pool[list(blocks)].view(torch.uint8)
+    def read_blocks(self, group: int, blocks: Sequence[int]) -> Content:
+        """Return the blocks' content."""
+        return self._pool[list(blocks)].view(torch.uint8).numpy()
 
-    def write_blocks(self, group: int, blocks: Sequence[int], content: torch.Tensor) -> None:
+    def write_blocks(self, group: int, blocks: Sequence[int], content: Content) -> None:
         """Write the content that `read_blocks` returned into blocks, which may be other blocks than before."""
-        self._pool[list(blocks)] = content.contiguous().view(torch.int32)
+        self._pool[list(blocks)] = torch.as_tensor(content).contiguous().view(torch.int32)
 
     def close(self) -> None:
         """Release the pool."""
         self._pool = torch.empty(0, dtype=torch.int32)
 
-    def _text(self, batch: RaggedBatch, entry: int) -> torch.Tensor:
+    def _text(self, batch: TensorBatch, entry: int) -> torch.Tensor:
         """Return all token ids of an entry's sequence, [L]."""
         length = int(batch.kv_lens[entry])
-        blocks = batch.block_tables[0][entry].cpu().long()
+        blocks = batch.block_tables[0][entry].long()
         return self._pool[blocks[: -(-length // self._pool.shape[1])]].flatten()[:length].long()
 
     def _pooled(self, texts: list[torch.Tensor]) -> torch.Tensor:

@@ -26,18 +26,20 @@ import torch
 from genbatch.nif.cuda_device import on_device, sent
 from genbatch.nif.engine_options import GraphKey, GraphOptions
 from genbatch.nif.kernels.sample import NONE
-from genbatch.nif.runner import BatchLimits, Launched, RaggedBatch
+from genbatch.nif.runner import BatchLimits, Launched
 from genbatch.nif.runners.block_transfer import SideStream
 from genbatch.nif.runners.lean_llama import Products
+from genbatch.nif.runners.tensor_batch import TensorBatch
+from genbatch.nif.sampling.device_draws import LateDraws
 from genbatch.nif.sampling.draw import NUM_PARAMS
-from genbatch.nif.sampling.sampler import LateDraws, SamplerState
+from genbatch.nif.sampling.sampler import SamplerState
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
     """A decode batch and the parameters for drawing each row's next token."""
 
-    batch: RaggedBatch  # an input id below 0 means the token that the previous step drew in the same row
+    batch: TensorBatch  # an input id below 0 means the token that the previous step drew in the same row
     draws: torch.Tensor  # [R, NUM_PARAMS] float64, see DrawTable
 
 
@@ -64,7 +66,7 @@ class BatchUpload:
         self._stages = [_Stage(self._new_host(4096)) for _ in range(_NUM_STAGES)]
         self._next = 0
 
-    def upload(self, batch: RaggedBatch) -> RaggedBatch:
+    def upload(self, batch: TensorBatch) -> TensorBatch:
         """Copy a batch from the CPU to the device."""
         return _rebuilt(batch, self._send(_tensors(batch), None))
 
@@ -115,7 +117,7 @@ def _step_tensors(step: DecodeStep) -> list[torch.Tensor]:
     return [step.draws, *_tensors(step.batch)]
 
 
-def _tensors(batch: RaggedBatch) -> list[torch.Tensor]:
+def _tensors(batch: TensorBatch) -> list[torch.Tensor]:
     return [
         batch.input_ids,
         batch.positions,
@@ -127,10 +129,10 @@ def _tensors(batch: RaggedBatch) -> list[torch.Tensor]:
     ]
 
 
-def _rebuilt(batch: RaggedBatch, parts: Sequence[torch.Tensor]) -> RaggedBatch:
+def _rebuilt(batch: TensorBatch, parts: Sequence[torch.Tensor]) -> TensorBatch:
     num_groups = len(batch.slots)
     input_ids, positions, query_starts, kv_lens, logit_rows = parts[:5]
-    return RaggedBatch(
+    return TensorBatch(
         input_ids=input_ids,
         positions=positions,
         query_starts=query_starts,
@@ -164,7 +166,7 @@ _TIMED_REPLAYS = 5
 _WARM_UP_RUNS = 2  # kernels compile and libraries allocate workspaces before anything is captured
 
 
-def graph_key(batch: RaggedBatch, options: GraphOptions, longest: int) -> GraphKey | None:
+def graph_key(batch: TensorBatch, options: GraphOptions, longest: int) -> GraphKey | None:
     """Return the key of the graph that serves a batch, or None.
 
     A graph serves only batches of one token per row with logits for each row. A batch with adapters has no graph,
@@ -180,7 +182,7 @@ def graph_key(batch: RaggedBatch, options: GraphOptions, longest: int) -> GraphK
     return options.key(num_tokens, batch.max_kv_len, longest)
 
 
-def pad_decodes(batch: RaggedBatch, key: GraphKey, block_size: int) -> RaggedBatch:
+def pad_decodes(batch: TensorBatch, key: GraphKey, block_size: int) -> TensorBatch:
     """Pad a decode batch on the CPU to the key's rows. Its block tables stay as narrow as they are."""
     missing = key.num_tokens - len(batch.input_ids)
     width = -(-key.kv_len // block_size)
@@ -188,7 +190,7 @@ def pad_decodes(batch: RaggedBatch, key: GraphKey, block_size: int) -> RaggedBat
     def longer(tensor: torch.Tensor, value: int) -> torch.Tensor:
         return torch.nn.functional.pad(tensor, (0, missing), value=value)
 
-    return RaggedBatch(
+    return TensorBatch(
         input_ids=longer(batch.input_ids, 0),
         positions=longer(batch.positions, 0),
         query_starts=torch.arange(key.num_tokens + 1, dtype=torch.int32),
@@ -216,11 +218,11 @@ def empty_step(key: GraphKey, num_groups: int, block_size: int) -> DecodeStep:
     return pad_step(DecodeStep(empty_batch(key.kv_len, num_groups, block_size), _greedy(0)), key, block_size)
 
 
-def empty_batch(kv_len: int, num_groups: int, block_size: int) -> RaggedBatch:
+def empty_batch(kv_len: int, num_groups: int, block_size: int) -> TensorBatch:
     """Return a batch without tokens, whose tables are as wide as sequences of up to `kv_len` positions need."""
     nothing = torch.empty(0, dtype=torch.int64)
     width = -(-kv_len // block_size)
-    return RaggedBatch(
+    return TensorBatch(
         input_ids=nothing,
         positions=nothing,
         query_starts=torch.zeros(1, dtype=torch.int32),
@@ -355,7 +357,7 @@ class DecodeGraphs:
             return None
         return self.cache.get(key), pad_step(step, key, self._limits.block_size)
 
-    def run(self, batch: RaggedBatch) -> torch.Tensor | None:
+    def run(self, batch: TensorBatch) -> torch.Tensor | None:
         """Run a batch through its graph; returns logits [T, vocab_size], or None if no graph applies."""
         num_tokens = len(batch.input_ids)
         found = self.find(DecodeStep(batch, _greedy(num_tokens)))

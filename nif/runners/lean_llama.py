@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 from torch.nn.functional import embedding, linear
 
+from genbatch.nif.cuda_device import Device
 from genbatch.nif.errors import OptionError
 from genbatch.nif.kernels.elementwise import add_rms_norm, rope_and_write, silu_mul
 from genbatch.nif.kernels.linear import (
@@ -38,8 +39,9 @@ from genbatch.nif.kernels.linear import (
 from genbatch.nif.kernels.lora import LoraParts, NormedRows, lora_delta
 from genbatch.nif.kernels.paged_attention import AttentionSetting, SharePlan, paged_attention, plan_shares
 from genbatch.nif.kernels.sample import next_tokens
-from genbatch.nif.runner import LoraAdapter, LoraLinear, RaggedBatch
+from genbatch.nif.runner import LoraAdapter, LoraLinear
 from genbatch.nif.runners.attention import LayerPool
+from genbatch.nif.runners.tensor_batch import TensorBatch
 
 if TYPE_CHECKING:
     from genbatch.nif.models.loaded_model import Model
@@ -73,7 +75,7 @@ class DeviceLora:
     """
 
     def __init__(self, model: "Model") -> None:
-        self._device = model.device
+        self._device = model.torch_device
         modules = dict(model.hf.named_modules())
         self._sizes = {name: one.out_features for name, one in modules.items() if isinstance(one, torch.nn.Linear)}
         self._num_layers = len(model.layers)
@@ -100,7 +102,7 @@ class DeviceLora:
         """Return the adapters of a step's rows; None if no row has an adapter.
 
         Args:
-            adapters: [T] int64 on the CPU; see RaggedBatch.
+            adapters: [T] int64 on the CPU; see TensorBatch.
         """
         if adapters is None:
             return None
@@ -195,7 +197,7 @@ class _Layer:
 class LeanStep:
     """The inputs of one step; the tensors are on the device."""
 
-    batch: RaggedBatch
+    batch: TensorBatch
     pools: "Sequence[LayerPool]"  # one a layer
     wants_every_row: bool  # whether `logit_rows` names every token of the step, in order
     lora: LoraRows | None = None
@@ -235,7 +237,7 @@ class LeanLlama:
     def __init__(self, model: "Model", setting: AttentionSetting, quantize: str = "none") -> None:
         config, decoder = model.config, model.hf.model
         self._setting = setting
-        self._dtype = model.dtype
+        self._dtype = model.torch_dtype
         self._eps: float = config.rms_norm_eps
         self._bits = {"none": 0, "int4": 4}.get(quantize, 8)
         self._embedding: torch.Tensor = decoder.embed_tokens.weight
@@ -248,9 +250,9 @@ class LeanLlama:
             _layer(module, config.num_attention_heads, shape.num_kv_heads, shape.key_dim, group_of[index], quantize)
             for index, module in enumerate(decoder.layers)
         ]
-        positions = torch.arange(model.max_position, device=model.device)[None]
+        positions = torch.arange(model.max_position, device=model.torch_device)[None]
         with torch.inference_mode():
-            like = torch.empty(1, dtype=torch.float32, device=model.device)
+            like = torch.empty(1, dtype=torch.float32, device=model.torch_device)
             cos, sin = decoder.rotary_emb(like, positions)
         half = shape.key_dim // 2
         self._cos, self._sin = (table[0, :, :half].contiguous() for table in (cos, sin))  # [max_position, D / 2]
@@ -373,7 +375,7 @@ class LeanLlama:
         out.copy_(linear(hidden, self._head.data, self._head.bias))
 
     def _attend(
-        self, layer: _Layer, query: torch.Tensor, batch: RaggedBatch, pool: LayerPool, plan: SharePlan
+        self, layer: _Layer, query: torch.Tensor, batch: TensorBatch, pool: LayerPool, plan: SharePlan
     ) -> torch.Tensor:  # [T, heads * head_size]
         out = paged_attention(
             query,
@@ -411,7 +413,7 @@ def _linear(lora: LoraRows | None, layer: int, place: int, x: torch.Tensor, weig
     return out if lora is None else lora.add_to(layer, place, x, out)
 
 
-def plan_groups(batch: RaggedBatch, windows: "Sequence[int | None]", setting: AttentionSetting) -> list[SharePlan]:
+def plan_groups(batch: TensorBatch, windows: "Sequence[int | None]", setting: AttentionSetting) -> list[SharePlan]:
     """Plan each layer group's shares of the step's attention."""
     return [
         plan_shares(batch.query_starts, batch.kv_lens, setting, max_kv_len=batch.max_kv_len, window=window)
@@ -419,7 +421,7 @@ def plan_groups(batch: RaggedBatch, windows: "Sequence[int | None]", setting: At
     ]
 
 
-def pack_model(model: "Model", quantize: str, device: torch.device) -> "Model":
+def pack_model(model: "Model", quantize: str, place: Device) -> "Model":
     """Move the model to the device with packed projections; the given model cannot be used afterwards.
 
     One layer is moved at a time, so the device never holds more than the packed model and one layer. Embedding, norms
@@ -427,6 +429,7 @@ def pack_model(model: "Model", quantize: str, device: torch.device) -> "Model":
 
     Args:
         model: a model on the device or on the CPU; its modules lose their projections.
+        place: the device.
         quantize: one of `packed_weight.KINDS`, not "none".
 
     Raises:
@@ -435,6 +438,7 @@ def pack_model(model: "Model", quantize: str, device: torch.device) -> "Model":
     unfit = why_not_lean(model)
     if unfit is not None:
         raise OptionError("quantize", f"weights are packed for the lean loop only, and {unfit}")
+    device = torch.device(str(place))
     decoder: Any = model.hf.model
     for index, module in enumerate(decoder.layers):
         attention, mlp = module.self_attn, module.mlp
@@ -461,7 +465,7 @@ def pack_model(model: "Model", quantize: str, device: torch.device) -> "Model":
         module.packed = tuple(packed)
     whole: Any = model.hf
     whole.to(device)
-    return replace(model, device=device, codes=None)
+    return replace(model, device=place, codes=None)
 
 
 _PROJECTIONS = (

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from genbatch.nif.engine_options import GraphKey, GraphOptions
-from genbatch.nif.runner import BatchLimits, RaggedBatch
+from genbatch.nif.runner import BatchLimits
 from genbatch.nif.runners.launches import (
     BatchUpload,
     CapturedStep,
@@ -24,6 +24,7 @@ from genbatch.nif.runners.launches import (
     empty_step,
     packed_size,
 )
+from genbatch.nif.runners.tensor_batch import TensorBatch
 from genbatch.nif.sampling.draw import NUM_PARAMS
 
 log = logging.getLogger("genbatch")
@@ -45,7 +46,7 @@ class PromptGraphs:
     def __init__(
         self,
         options: GraphOptions,
-        evaluate: Callable[[RaggedBatch], torch.Tensor],
+        evaluate: Callable[[TensorBatch], torch.Tensor],
         upload: BatchUpload,
         limits: BatchLimits,
         place: CapturePlace,
@@ -69,7 +70,7 @@ class PromptGraphs:
     def _evaluate_step(self, step: DecodeStep) -> torch.Tensor:
         return self._evaluate(step.batch)
 
-    def run(self, batch: RaggedBatch) -> torch.Tensor | None:
+    def run(self, batch: TensorBatch) -> torch.Tensor | None:
         """Run a batch through its graph; returns logits [R, vocab_size], or None if no graph applies."""
         num_rows = len(batch.logit_rows)
         size = next((size for size in self._sizes if size >= len(batch.input_ids)), None)
@@ -90,7 +91,7 @@ def most_logit_rows(num_tokens: int, num_entries: int) -> int:
     return max(num_entries, min(num_tokens, _MOST_ROWS))
 
 
-def pad_prompts(batch: RaggedBatch, num_tokens: int, num_entries: int, limits: BatchLimits) -> RaggedBatch:
+def pad_prompts(batch: TensorBatch, num_tokens: int, num_entries: int, limits: BatchLimits) -> TensorBatch:
     """Pad a batch on the CPU to so many tokens and rows of logits, and to one entry more, which has the padding tokens.
 
     The other padding entries have no tokens. None holds a position, so attention gives zeros to the padding tokens.
@@ -99,7 +100,7 @@ def pad_prompts(batch: RaggedBatch, num_tokens: int, num_entries: int, limits: B
     more_entries = num_entries + 1 - len(batch.kv_lens)
     width = -(-limits.max_position // limits.block_size)
     pad = torch.nn.functional.pad
-    return RaggedBatch(
+    return TensorBatch(
         input_ids=pad(batch.input_ids, (0, more_tokens)),
         positions=pad(batch.positions, (0, more_tokens)),
         query_starts=torch.cat(
@@ -132,6 +133,6 @@ def empty_prompt(num_tokens: int, num_entries: int, limits: BatchLimits) -> Deco
     return _undrawn(pad_prompts(batch, num_tokens, num_entries, limits))
 
 
-def _undrawn(batch: RaggedBatch) -> DecodeStep:
+def _undrawn(batch: TensorBatch) -> DecodeStep:
     """Return a step of which no row is drawn on the device."""
     return DecodeStep(batch, torch.empty((0, NUM_PARAMS), dtype=torch.float64))

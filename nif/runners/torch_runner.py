@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from genbatch.nif.runner import LoraAdapter, LoraLinear, RaggedBatch
+from genbatch.nif.runner import Content, LoraAdapter, LoraLinear, RaggedBatch, Rows
 from genbatch.nif.runners.attention import LayerPool, TorchStep
+from genbatch.nif.runners.tensor_batch import TensorBatch, rows_of, tensors, to_device
 
 if TYPE_CHECKING:
     from genbatch.nif.models.loaded_model import Model
@@ -57,7 +58,7 @@ class LoraHooks:
         """Apply these adapters to a forward inside the `with` block; call this on the thread that runs the module.
 
         Args:
-            adapters: [T] int64 on the CPU, or None; see RaggedBatch.
+            adapters: [T] int64 on the CPU, or None; see TensorBatch.
         """
         if adapters is None:
             yield
@@ -101,13 +102,14 @@ class TorchRunner:
     quantize = "none"
 
     def __init__(self, model: "Model") -> None:
-        self.device = model.device
+        self.device = model.torch_device
         self.vocab_size = model.vocab_size
         self.groups = model.groups
         self._model = model
+        self._dtype = model.torch_dtype
         self._block_size = 0
         self._pools: list[LayerPool] = []
-        self._lora = LoraHooks(model.hf, model.device)
+        self._lora = LoraHooks(model.hf, self.device)
         # A few models always compute the logits of every token; the rows are selected afterwards.
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.hf.forward).parameters
 
@@ -116,7 +118,7 @@ class TorchRunner:
         shapes = [self._model.layers[layer] for layer in self.groups[group].layers]
         elements = sum(shape.num_kv_heads * (shape.key_dim + shape.value_dim) for shape in shapes)
         states = sum(shape.state for shape in shapes) * torch.float32.itemsize
-        return elements * block_size * self._model.dtype.itemsize + states
+        return elements * block_size * self._dtype.itemsize + states
 
     @property
     def score_bytes(self) -> float:
@@ -139,7 +141,7 @@ class TorchRunner:
         for layer, shape in enumerate(self._model.layers):
             rows = (blocks_of_layer.get(layer, 0), shape.num_kv_heads, block_size)
             keys, values = (
-                torch.zeros((*rows, dim), dtype=self._model.dtype, device=self.device)
+                torch.zeros((*rows, dim), dtype=self._dtype, device=self.device)
                 for dim in (shape.key_dim, shape.value_dim)
             )
             states = torch.zeros((rows[0], shape.state), device=self.device)
@@ -147,8 +149,11 @@ class TorchRunner:
         self._block_size = block_size
 
     @torch.inference_mode()
-    def forward(self, batch: RaggedBatch) -> torch.Tensor:
+    def forward(self, batch: RaggedBatch) -> Rows:
         """Write the batch's keys and values to its slots; returns logits [R, vocab_size] float32."""
+        return rows_of(self._logits(to_device(tensors(batch), self.device)))
+
+    def _logits(self, batch: TensorBatch) -> torch.Tensor:
         assert self._pools, "forward needs a pool"
         step = TorchStep(batch, self.groups, self._pools, self._block_size)
         wanted = {"logits_to_keep": batch.logit_rows} if self._keeps_logits else {}
@@ -174,7 +179,7 @@ class TorchRunner:
         self._lora.drop(adapter)
 
     @torch.inference_mode()
-    def forward_states(self, batch: RaggedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward_states(self, batch: RaggedBatch) -> tuple[Rows, Rows]:
         """Run `forward`; also returns hidden states of `batch.state_rows` after the last norm, [S, hidden] float32."""
         seen: list[torch.Tensor] = []
 
@@ -183,11 +188,12 @@ class TorchRunner:
 
         hook = self._model.hf.base_model.register_forward_hook(see)
         try:
-            logits = self.forward(batch)
+            step = to_device(tensors(batch), self.device)
+            logits = self._logits(step)
         finally:
             hook.remove()
-        assert batch.state_rows is not None, "no states are wanted"
-        return logits, seen[0][batch.state_rows].float()
+        assert step.state_rows is not None, "no states are wanted"
+        return rows_of(logits), rows_of(seen[0][step.state_rows].float())
 
     @torch.inference_mode()
     def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
@@ -197,20 +203,21 @@ class TorchRunner:
             tensor[destinations] = tensor[sources]
 
     @torch.inference_mode()
-    def read_blocks(self, group: int, blocks: Sequence[int]) -> torch.Tensor:
-        """Return the blocks' content as one host tensor [len(blocks), bytes_per_block] uint8, layer by layer."""
+    def read_blocks(self, group: int, blocks: Sequence[int]) -> Content:
+        """Return the blocks' content, layer by layer."""
         ids = self._ids(blocks)
         parts = [tensor[ids].flatten(1).view(torch.uint8) for tensor in self._tensors(group)]
-        return torch.cat(parts, dim=1).cpu()
+        return torch.cat(parts, dim=1).cpu().numpy()
 
     @torch.inference_mode()
-    def write_blocks(self, group: int, blocks: Sequence[int], content: torch.Tensor) -> None:
+    def write_blocks(self, group: int, blocks: Sequence[int], content: Content) -> None:
         """Write the content that `read_blocks` returned into blocks, which may be other blocks than before."""
         assert content.shape == (len(blocks), self.bytes_per_block(group, self._block_size))
         ids = self._ids(blocks)
         tensors = self._tensors(group)
         sizes = [tensor[0].nbytes for tensor in tensors]
-        for tensor, part in zip(tensors, torch.split(content.to(self.device), sizes, dim=1), strict=True):
+        parts = torch.split(torch.as_tensor(content, device=self.device), sizes, dim=1)
+        for tensor, part in zip(tensors, parts, strict=True):
             rows = part.contiguous().view(tensor.dtype)
             tensor[ids] = rows.view(len(blocks), *tensor.shape[1:])
 

@@ -5,6 +5,8 @@ import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 
@@ -15,7 +17,7 @@ from genbatch.nif.kernels.attend_keys import max_shares
 from genbatch.nif.kernels.elementwise import copy_blocks, write_kv
 from genbatch.nif.kernels.paged_attention import AttentionSetting, paged_attention
 from genbatch.nif.kernels.sample import draw_tokens, next_tokens
-from genbatch.nif.runner import BatchLimits, Launched, LoraAdapter, RaggedBatch, check_batch
+from genbatch.nif.runner import BatchLimits, Content, Launched, LoraAdapter, RaggedBatch, Rows, check_batch
 from genbatch.nif.runners.attention import AttentionCall, LayerPool
 from genbatch.nif.runners.block_transfer import BlockTransfer
 from genbatch.nif.runners.launches import BatchUpload, CapturePlace, DecodeGraphs, DecodeStep, Launches
@@ -29,6 +31,7 @@ from genbatch.nif.runners.lean_llama import (
     why_not_lean,
 )
 from genbatch.nif.runners.prompt_graphs import PromptGraphs, input_size, most_logit_rows
+from genbatch.nif.runners.tensor_batch import TensorBatch, rows_of, tensors
 from genbatch.nif.runners.torch_runner import LoraHooks
 from genbatch.nif.runners.warm_up import WarmUp
 
@@ -46,8 +49,8 @@ _BYTES_PER_GRAPH = 2 * 2**20  # driver memory for some 200 kernels with their ar
 class TritonRunner:
     """Runs a model with Triton kernels. Implements `LaunchingRunner`, `AdaptingRunner` and `BackgroundCopies`.
 
-    A batch's index tensors must be on the CPU. They are checked there, so that no kernel reads an id outside the pool.
-    Then one copy moves all of them to the device.
+    A batch's indices are checked on the host, so that no kernel reads an id outside the pool. Then one copy moves all
+    of them to the device.
 
     Args:
         model: a model that `load_model` returned.
@@ -91,24 +94,24 @@ class TritonRunner:
         if (
             quantize == "fp8"
             and model.device.type == "cuda"
-            and torch.cuda.get_device_capability(model.device) < (8, 9)
+            and torch.cuda.get_device_capability(str(model.device)) < (8, 9)
         ):
             raise OptionError("quantize", "fp8 needs a GPU of compute capability 8.9 or newer")
         self.quantize = quantize
         self.name = "triton, lean loop" if lean else "triton, general"
         if quantize != "none":
             self.name += f", {quantize} weights"
-        self.device = torch.device("cpu")
+        self._device, self._dtype = model.torch_device, model.torch_dtype
         self.vocab_size = model.vocab_size
         self.groups = model.groups
         self._model = model
         self._longest = min(model.max_position, longest or model.max_position)
-        self._setting = _attention_setting(model.device, in_order=batch_invariant)
-        with on_device(model.device):
+        self._setting = _attention_setting(self._device, in_order=batch_invariant)
+        with on_device(self._device):
             self._lean = LeanLlama(model, self._setting, quantize) if lean else None
-            self._lora = DeviceLora(model) if lean else LoraHooks(model.hf, model.device)
-            self._upload = BatchUpload(model.device)
-            self._transfer = BlockTransfer(model.device)
+            self._lora = DeviceLora(model) if lean else LoraHooks(model.hf, self._device)
+            self._upload = BatchUpload(self._device)
+            self._transfer = BlockTransfer(self._device)
         self._graph_options = graphs
         self._graphs: DecodeGraphs | None = None
         self._prompt_graphs: PromptGraphs | None = None
@@ -122,13 +125,13 @@ class TritonRunner:
 
     def placed_at(self) -> torch.device:
         """Return the kernels' device."""
-        return self._model.device
+        return self._device
 
     def bytes_per_block(self, group: int, block_size: int) -> int:
         """Return the bytes of KV in one block of `group`, over all the group's layers."""
         shapes = [self._model.layers[layer] for layer in self.groups[group].layers]
         elements = sum(shape.num_kv_heads * (shape.key_dim + shape.value_dim) for shape in shapes)
-        return elements * block_size * self._model.dtype.itemsize
+        return elements * block_size * self._dtype.itemsize
 
     def own_bytes(self, num_sequences: int, block_size: int) -> int:
         """Return the device bytes that this runner needs beside the pool and a step's activations.
@@ -141,7 +144,7 @@ class TritonRunner:
         largest_head = max(shape.key_dim for shape in self._model.layers)
         # Count each share's weighted sum, maximum and total in float32, for one layer at a time.
         shared = shares * num_heads * (largest_head + 2) * 4
-        shared += _CUBLAS_WORKSPACE if self._model.device.type == "cuda" else 0
+        shared += _CUBLAS_WORKSPACE if self._device.type == "cuda" else 0
         unpacked = 0 if self._lean is None else self._lean.unpacked_bytes
         shared += unpacked
         if self._graph_options is None:
@@ -154,7 +157,7 @@ class TritonRunner:
         # The graphs share one input; a step comes in a buffer of its own, of which there are three.
         shared += 4 * input_size(options, limits)
         logit_rows = most_logit_rows(options.max_prompt_tokens, options.max_batch_size)
-        shared += logit_rows * self.vocab_size * (4 + self._model.dtype.itemsize)
+        shared += logit_rows * self.vocab_size * (4 + self._dtype.itemsize)
         if sizes and self._lean is not None:
             shared += sizes[-1] * self._lean.bytes_per_token
         shared += num_graphs * _BYTES_PER_GRAPH  # an estimate
@@ -166,8 +169,8 @@ class TritonRunner:
         assert self._limits is None, "allocate is called once"
         pools: dict[int, LayerPool] = {}
         for index, (group, count) in enumerate(zip(self.groups, num_blocks, strict=True)):
-            elements = self.bytes_per_block(index, block_size) // self._model.dtype.itemsize
-            storage = torch.zeros((count, elements), dtype=self._model.dtype, device=self._model.device)
+            elements = self.bytes_per_block(index, block_size) // self._dtype.itemsize
+            storage = torch.zeros((count, elements), dtype=self._dtype, device=self._device)
             self._storages.append(storage)
             begin = 0
             for layer in group.layers:
@@ -181,7 +184,7 @@ class TritonRunner:
                 begin += 2 * length
         self._pools = [pools[layer] for layer in range(len(pools))]
         self._limits = BatchLimits(tuple(num_blocks), block_size, self.vocab_size, self._longest)
-        device = self._model.device
+        device = self._device
         # Each decoding sequence writes to a block of its own, so more rows need padding by a graph.
         captured_rows = self._graph_options.max_batch_size if self._graph_options else 0
         self._drawn = torch.zeros(max(min(num_blocks), captured_rows), dtype=torch.int64, device=device)
@@ -208,7 +211,7 @@ class TritonRunner:
         self._launches = Launches(device, self._drawn, self._upload, self._decode, self._graphs)
 
     @runs_on_device
-    def forward(self, batch: RaggedBatch) -> torch.Tensor:
+    def forward(self, batch: RaggedBatch) -> Rows:
         """Write the batch's keys and values to its slots; returns logits [R, vocab_size] float32.
 
         Raises:
@@ -216,17 +219,18 @@ class TritonRunner:
         """
         assert self._limits is not None, "forward needs a pool"
         check_batch(batch, self._limits)
+        step = tensors(batch)
         if self._graphs is not None:
-            logits = self._graphs.run(batch)
+            logits = self._graphs.run(step)
             if logits is None and self._prompt_graphs is not None:
-                logits = self._prompt_graphs.run(batch)
+                logits = self._prompt_graphs.run(step)
             if logits is not None:
                 return logits
-        every_row = torch.equal(batch.logit_rows, torch.arange(len(batch.input_ids)))
-        return self._run(self._upload.upload(batch), every_row)
+        every_row = torch.equal(step.logit_rows, torch.arange(len(step.input_ids)))
+        return rows_of(self._run(self._upload.upload(step), every_row))
 
     @runs_on_device
-    def launch(self, batch: RaggedBatch, draws: torch.Tensor, after: Launched | None) -> Launched:
+    def launch(self, batch: RaggedBatch, draws: npt.NDArray[np.float64], after: Launched | None) -> Launched:
         """Launch a decode step and its draws; see `LaunchingRunner.launch`.
 
         Raises:
@@ -235,7 +239,7 @@ class TritonRunner:
         assert self._limits is not None and self._launches is not None, "a step needs a pool"
         assert len(batch.input_ids) == len(batch.logit_rows) == len(draws), "a decode step draws in every row"
         check_batch(batch, self._limits)
-        return self._launches.launch(DecodeStep(batch, draws), after)
+        return self._launches.launch(DecodeStep(tensors(batch), torch.from_numpy(draws)), after)
 
     @runs_on_device
     def add_adapter(self, adapter: LoraAdapter) -> None:
@@ -267,8 +271,8 @@ class TritonRunner:
             storage[ids[:, 1]] = storage[ids[:, 0]]
 
     @runs_on_device
-    def read_blocks(self, group: int, blocks: Sequence[int]) -> torch.Tensor:
-        """Copy the blocks' content to one host tensor [len(blocks), bytes_per_block] uint8, pinned if from a GPU.
+    def read_blocks(self, group: int, blocks: Sequence[int]) -> Content:
+        """Copy the blocks' content to a tensor on the host, pinned if from a GPU.
 
         A copy from a GPU completes later; see `BackgroundCopies`.
         """
@@ -276,10 +280,10 @@ class TritonRunner:
         return self._transfer.read(self._storages[group], blocks)
 
     @runs_on_device
-    def write_blocks(self, group: int, blocks: Sequence[int], content: torch.Tensor) -> None:
+    def write_blocks(self, group: int, blocks: Sequence[int], content: Content) -> None:
         """Write the content that `read_blocks` returned into blocks, which may be other blocks than before."""
         self._check_blocks(group, blocks)
-        self._transfer.write(self._storages[group], blocks, content)
+        self._transfer.write(self._storages[group], blocks, torch.as_tensor(content))
 
     def finish_copies(self) -> None:
         """Wait until every tensor that `read_blocks` returned holds its content."""
@@ -305,14 +309,14 @@ class TritonRunner:
         def lora(num_rows: int, adapted: bool) -> LoraRows | None:
             return lean.empty_lora(num_rows) if lean is not None and adapted else None
 
-        def evaluate(batch: RaggedBatch, adapted: bool) -> object:
+        def evaluate(batch: TensorBatch, adapted: bool) -> object:
             if lean is None:
                 return self._run(batch, False)
             return lean.forward(LeanStep(batch, self._pools, False, lora(len(batch.input_ids), adapted)))
 
         WarmUp(
             limits=self._limits,
-            device=self._model.device,
+            device=self._device,
             decode=lambda step, adapted: self._decode(step, lora(len(step.draws), adapted)),
             evaluate=evaluate,
             storages=self._storages,
@@ -336,12 +340,12 @@ class TritonRunner:
         draw_tokens(logits, step.draws, out=self._drawn)
         return logits
 
-    def _evaluate(self, batch: RaggedBatch) -> torch.Tensor:
+    def _evaluate(self, batch: TensorBatch) -> torch.Tensor:
         """Run one captured step with prompts; returns its logits, in the buffer that all graphs share."""
         assert self._lean is not None and self._logits is not None
         return self._lean.forward(LeanStep(batch, self._pools, False, out=self._logits[: len(batch.logit_rows)]))
 
-    def _run(self, batch: RaggedBatch, every_row: bool) -> torch.Tensor:
+    def _run(self, batch: TensorBatch, every_row: bool) -> torch.Tensor:
         """Run one step over a batch on the device."""
         if self._lean is not None:
             return self._lean.forward(LeanStep(batch, self._pools, every_row, self._lean_lora(batch)))
@@ -358,7 +362,7 @@ class TritonRunner:
         logits: torch.Tensor = output.logits[0]
         return (logits if self._keeps_logits else logits[batch.logit_rows]).float()
 
-    def _lean_lora(self, batch: RaggedBatch) -> LoraRows | None:
+    def _lean_lora(self, batch: TensorBatch) -> LoraRows | None:
         assert isinstance(self._lora, DeviceLora)
         return self._lora.rows(batch.adapters)
 
@@ -382,7 +386,7 @@ class TritonStep:
     """One step of the general tier, which transformers' modules call for attention. Implements `AttentionStep`."""
 
     def __init__(
-        self, model: "Model", batch: RaggedBatch, pools: Sequence[LayerPool], setting: AttentionSetting
+        self, model: "Model", batch: TensorBatch, pools: Sequence[LayerPool], setting: AttentionSetting
     ) -> None:
         self._batch = batch
         self._pools = pools
@@ -423,7 +427,7 @@ def check_model(model: "Model") -> None:
     interpreted = bool(triton.knobs.runtime.interpret)
     if model.device.type != "cuda" and not interpreted:
         raise OptionError("device", f"Triton kernels need a CUDA device, and {model.name} is on {model.device}")
-    if interpreted and model.dtype == torch.bfloat16:
+    if interpreted and model.dtype == "bfloat16":
         raise OptionError("dtype", "Triton's interpreter computes bfloat16 wrongly; use float32 or float16")
     if any(group.sink_tokens for group in model.groups):
         raise ModelError(model.name, "its windows keep sinks in sight, and the Triton kernels know none")

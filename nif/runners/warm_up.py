@@ -17,8 +17,9 @@ import torch
 from genbatch.nif.engine_options import GraphKey
 from genbatch.nif.kernels.elementwise import copy_blocks
 from genbatch.nif.kernels.sample import edit_logits, gather_logprobs
-from genbatch.nif.runner import BatchLimits, RaggedBatch
+from genbatch.nif.runner import BatchLimits
 from genbatch.nif.runners.launches import DecodeStep, empty_step
+from genbatch.nif.runners.tensor_batch import TensorBatch, to_device
 
 log = logging.getLogger("genbatch")
 
@@ -44,7 +45,7 @@ class WarmUp:
     limits: BatchLimits
     device: torch.device
     decode: Callable[[DecodeStep, bool], object]
-    evaluate: Callable[[RaggedBatch, bool], object]
+    evaluate: Callable[[TensorBatch, bool], object]
     storages: Sequence[torch.Tensor]
     most_rows: int
     adapts: bool
@@ -72,14 +73,14 @@ class WarmUp:
 
     def _decode(self, rows: int, adapted: bool) -> None:
         step = empty_step(GraphKey(rows, self.limits.max_position), len(self.storages), self.limits.block_size)
-        batch = self._on_device(step.batch)
+        batch = to_device(step.batch, self.device)
         self.evaluate(batch, adapted)  # a decode step that is not launched ahead: all of its input tokens are known
         self.decode(DecodeStep(batch, step.draws.to(self.device)), adapted)
 
     def _evaluate(self, tokens: int, adapted: bool) -> None:
         positions = torch.arange(tokens)
         width = -(-tokens // self.limits.block_size)
-        batch = RaggedBatch(
+        batch = TensorBatch(
             input_ids=torch.zeros(tokens, dtype=torch.int64),
             positions=positions,
             query_starts=torch.tensor([0, tokens], dtype=torch.int32),
@@ -90,7 +91,7 @@ class WarmUp:
             max_query_len=tokens,
             max_kv_len=tokens,
         )
-        self.evaluate(self._on_device(batch), adapted)
+        self.evaluate(to_device(batch, self.device), adapted)
 
     def _edit(self) -> None:
         logits = torch.zeros((_FEW, self.limits.vocab_size), dtype=torch.float32, device=self.device)
@@ -102,22 +103,3 @@ class WarmUp:
         nowhere = torch.full((1, 2), -1, dtype=torch.int64, device=self.device)
         for storage in self.storages:
             copy_blocks(storage, nowhere)
-
-    def _on_device(self, batch: RaggedBatch) -> RaggedBatch:
-        def there(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-            return tuple(tensor.to(self.device) for tensor in tensors)
-
-        input_ids, positions, query_starts, kv_lens, logit_rows = there(
-            (batch.input_ids, batch.positions, batch.query_starts, batch.kv_lens, batch.logit_rows)
-        )
-        return RaggedBatch(
-            input_ids=input_ids,
-            positions=positions,
-            query_starts=query_starts,
-            kv_lens=kv_lens,
-            slots=there(batch.slots),
-            block_tables=there(batch.block_tables),
-            logit_rows=logit_rows,
-            max_query_len=batch.max_query_len,
-            max_kv_len=batch.max_kv_len,
-        )

@@ -1,35 +1,28 @@
 """Choose the next token of every sequence from one step's logits.
 
-`choose` draws on the device that holds the logits. A Constraint restricts the next token of a sequence, for example to
-a grammar.
+`choose` draws where the logits are: `sample` on the host, `device_draws` on a GPU. A Constraint restricts the next
+token of a sequence, for example to a grammar.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, Self
+from typing import ClassVar, Literal, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from genbatch.nif.cuda_device import on_device, sent
-from genbatch.nif.runner import Largest
+from genbatch.nif.runner import Largest, Rows
 from genbatch.nif.sampling.draw import (
     NOT_FINITE,
     SCORED_AT_ONCE,
     SORTED_AT_ONCE,
-    DrawTable,
+    Floats,
     SamplingParams,
     draw,
-    pad_to_chunks,
-    ranked,
     token_logprobs,
     uniform,
 )
-
-if TYPE_CHECKING:  # imports Triton, which machines without a GPU need not have
-    from genbatch.nif.kernels.sample import RowEdits
 
 
 class Constraint(Protocol):
@@ -62,17 +55,12 @@ class Constraint(Protocol):
         ...
 
 
-def forbid(logits: torch.Tensor, constraints: Sequence[Constraint | None]) -> None:
-    """Set the logits that a row's constraint forbids to -inf, in place. A constraint with a fault forbids all.
+def allowed_tokens(constraints: Sequence[Constraint | None], width: int) -> tuple[list[int], npt.NDArray[np.bool_]]:
+    """Return the rows with a constraint, and which tokens each of them allows, [rows, width].
 
-    Args:
-        logits: [R, V] float32 on any device.
-        constraints: R constraints; None allows every token.
+    A constraint with a fault allows none.
     """
     rows = [row for row, constraint in enumerate(constraints) if constraint is not None]
-    if not rows:
-        return
-    width = logits.shape[1]
     words = np.zeros((len(rows), (width + 31) // 32), np.int32)
     for index, row in enumerate(rows):
         constraint = constraints[row]
@@ -80,17 +68,19 @@ def forbid(logits: torch.Tensor, constraints: Sequence[Constraint | None]) -> No
         constraint.prepare()
         if constraint.fault is None:
             words[index] = constraint.allowed[: words.shape[1]]
-    bits = np.unpackbits(words.view(np.uint8), axis=1, count=width, bitorder="little")
-    allowed = sent(bits, logits.device).view(torch.bool)
-    if len(rows) == len(logits):
-        logits.masked_fill_(allowed.logical_not_(), float("-inf"))
-    else:
-        places = sent(np.array(rows, np.int64), logits.device)
-        logits[places] = logits[places].masked_fill_(allowed.logical_not_(), float("-inf"))
+    return rows, np.unpackbits(words.view(np.uint8), axis=1, count=width, bitorder="little").view(np.bool_)
 
 
-_NOT_FINITE = "the model's logits are not finite"
-_CHUNK = 64  # columns per maximum that the CPU computes with vector instructions
+def forbid(logits: Floats, constraints: Sequence[Constraint | None]) -> None:
+    """Set the logits that a row's constraint forbids to -inf, in place.
+
+    Args:
+        logits: [R, V].
+        constraints: R constraints; None allows every token.
+    """
+    rows, allowed = allowed_tokens(constraints, logits.shape[1])
+    for row, mask in zip(rows, allowed, strict=True):
+        np.copyto(logits[row], -np.inf, where=~mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,14 +225,11 @@ def greedy(largest: Largest) -> list[Sampled | SampleFault]:
     finite = np.isfinite(largest.values)
     if finite.all():
         return [Sampled(token) for token in tokens]
-    return [Sampled(token) if fine else SampleFault(_NOT_FINITE) for token, fine in zip(tokens, finite, strict=True)]
+    return [Sampled(token) if fine else SampleFault(NOT_FINITE) for token, fine in zip(tokens, finite, strict=True)]
 
 
 def sample(
-    logits: torch.Tensor,
-    states: Sequence[SamplerState],
-    positions: Sequence[int],
-    largest: Largest | None = None,
+    logits: Floats, states: Sequence[SamplerState], positions: Sequence[int], largest: Largest | None = None
 ) -> list[Sampled | SampleFault]:
     """Choose one token per row. The logits and the states do not change; call `accept` with each accepted token.
 
@@ -254,7 +241,7 @@ def sample(
     A row's result depends only on its logits, its state and its position, bit for bit.
 
     Args:
-        logits: [R, V] float32 on any device.
+        logits: [R, V].
         states: R states; the ids in their params are below V.
         positions: R draw counters; a sequence uses each counter once, or again to repeat a draw.
         largest: the rows' largest logits, if they are known already.
@@ -265,17 +252,20 @@ def sample(
     assert logits.shape[0] == len(states) == len(positions)
     if not states:
         return []
-    if largest is None:
-        best, best_ids = _first_largest(logits)
-        tokens: list[int | None] = best_ids.tolist()
-    else:
-        best, tokens = torch.from_numpy(largest.values), largest.token_ids.tolist()
+    with np.errstate(all="ignore"):  # infinities are results here: of forbidden tokens, and of extreme settings
+        return _sample(logits, states, positions, first_largest(logits) if largest is None else largest)
+
+
+def _sample(
+    logits: Floats, states: Sequence[SamplerState], positions: Sequence[int], largest: Largest
+) -> list[Sampled | SampleFault]:
+    tokens: list[int | None] = largest.token_ids.tolist()
     # guard: rows that are no numbers
-    finite = best.isfinite().tolist()
-    faults = [SampleFault(_NOT_FINITE)] * len(states)
+    finite = np.isfinite(largest.values).tolist()
+    faults = [SampleFault(NOT_FINITE)] * len(states)
     rest = [i for i, s in enumerate(states) if finite[i] and (s.edits or s.params.temperature > 0.0)]
     if rest:
-        chosen = _choose(logits, best, [states[i] for i in rest], [positions[i] for i in rest], rest)
+        chosen = _choose(logits, largest.values, [states[i] for i in rest], [positions[i] for i in rest], rest)
         for i, token in zip(rest, chosen, strict=True):
             tokens[i] = token
             if token is None:
@@ -292,11 +282,7 @@ def nothing_left(state: SamplerState) -> SampleFault:
 
 
 def _choose(
-    logits: torch.Tensor,
-    best: torch.Tensor,
-    states: Sequence[SamplerState],
-    positions: Sequence[int],
-    rows: list[int],
+    logits: Floats, best: Floats, states: Sequence[SamplerState], positions: Sequence[int], rows: list[int]
 ) -> list[int | None]:
     """Choose the tokens of the rows that edit their logits or draw at random; None if no token is allowed."""
     if len(rows) < logits.shape[0]:
@@ -305,9 +291,10 @@ def _choose(
     drawn = list(range(len(rows)))
     if any(state.edits for state in states):
         logits = _edited(logits, states)
-        best, best_ids = _first_largest(logits)
-        alive = best.isfinite().tolist()
-        for i, token in enumerate(best_ids.tolist()):
+        edited = first_largest(logits)
+        best = edited.values
+        alive = np.isfinite(best).tolist()
+        for i, token in enumerate(edited.token_ids.tolist()):
             if alive[i] and states[i].params.temperature == 0.0:
                 tokens[i] = token
         drawn = [i for i in drawn if alive[i] and states[i].params.temperature > 0.0]
@@ -322,51 +309,48 @@ def _choose(
 
 
 def _report(
-    logits: torch.Tensor,
-    states: Sequence[SamplerState],
-    tokens: Sequence[int | None],
-    faults: Sequence[SampleFault],
+    logits: Floats, states: Sequence[SamplerState], tokens: Sequence[int | None], faults: Sequence[SampleFault]
 ) -> list[Sampled | SampleFault]:
     """Join tokens, faults and the requested log-probabilities."""
     results: list[Sampled | SampleFault] = [
         fault if token is None else Sampled(token) for token, fault in zip(tokens, faults, strict=True)
     ]
-    wanted = [(i, t, n) for i, t in enumerate(tokens) if t is not None and (n := states[i].params.logprobs) is not None]
-    if wanted:
-        rows, ids, tops = zip(*wanted, strict=True)
+    reported = [
+        (i, t, n) for i, t in enumerate(tokens) if t is not None and (n := states[i].params.logprobs) is not None
+    ]
+    if reported:
+        rows, ids, tops = zip(*reported, strict=True)
         raw = logits if len(rows) == len(tokens) else logits[list(rows)]
-        scores = token_logprobs(raw, torch.tensor(ids, device=logits.device), min(max(tops), logits.shape[1]))
-        for (i, token, top), score in zip(wanted, scores, strict=True):
+        scores = token_logprobs(raw, np.array(ids, np.int64), min(max(tops), logits.shape[1]))
+        for (i, token, top), score in zip(reported, scores, strict=True):
             results[i] = Sampled(token, score.logprob, score.top[:top])
     return results
 
 
-def _edited(logits: torch.Tensor, states: Sequence[SamplerState]) -> torch.Tensor:
+def _edited(logits: Floats, states: Sequence[SamplerState]) -> Floats:
     """Return a copy of the logits [R, V] with every state's penalties, biases, suppressions and constraint."""
-    logits = logits.clone(memory_format=torch.contiguous_format)
+    logits = np.array(logits)
     width = logits.shape[1]
-    flat = logits.view(-1)
+    flat = logits.reshape(-1)
     penalised = [(i, s) for i, s in enumerate(states) if s.params.penalised]
     if penalised:
-        index = _flat_index([(i, s.seen_ids) for i, s in penalised], width)
+        places = _flat_index([(i, s.seen_ids) for i, s in penalised], width)
         lengths = [s.seen_ids.size for _, s in penalised]
         counts = np.concatenate([s.output_counts for _, s in penalised])
         penalties = [
             (s.params.repetition_penalty, s.params.frequency_penalty, s.params.presence_penalty) for _, s in penalised
         ]
         repetition, frequency, presence = np.repeat(np.asarray(penalties, np.float32), lengths, axis=0).T
-        less = torch.from_numpy(frequency * counts + presence * (counts > 0)).to(flat.device)
-        factor = torch.from_numpy(repetition.copy()).to(flat.device)
-        place = torch.from_numpy(index).to(flat.device)
-        values = flat[place]
-        flat[place] = torch.where(values < 0, values * factor, values / factor) - less
+        less = frequency * counts + presence * (counts > 0)
+        values = flat[places]
+        flat[places] = np.where(values < 0, values * repetition, values / repetition) - less
     biased = [(i, s.bias) for i, s in enumerate(states) if s.bias[0].size]
     if biased:
-        place = torch.from_numpy(_flat_index([(i, ids) for i, (ids, _) in biased], width)).to(flat.device)
-        flat[place] += torch.from_numpy(np.concatenate([added for _, (_, added) in biased])).to(flat.device)
+        places = _flat_index([(i, ids) for i, (ids, _) in biased], width)
+        flat[places] += np.concatenate([added for _, (_, added) in biased])
     suppressed = [(i, s.suppressed_ids) for i, s in enumerate(states) if s.suppressed_ids.size]
     if suppressed:
-        flat[torch.from_numpy(_flat_index(suppressed, width)).to(flat.device)] = float("-inf")
+        flat[_flat_index(suppressed, width)] = -np.inf
     forbid(logits, [state.constraint for state in states])
     return logits
 
@@ -378,16 +362,10 @@ def _flat_index(parts: Sequence[tuple[int, npt.NDArray[np.int64]]], width: int) 
     return np.concatenate([row * width + ids for row, ids in parts])
 
 
-def _first_largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each row's largest value (NaN if the row holds one) and its lowest index, [R] each."""
-    rows, width = logits.shape
-    if logits.device.type != "cpu" or width % _CHUNK:
-        best, index = logits.max(dim=1)
-        return best, index
-    # amax is vectorised and max with indices is not, so working by chunks takes a third of the time.
-    chunks = logits.reshape(rows, -1, _CHUNK)
-    best, chunk = chunks.amax(dim=-1).max(dim=1)
-    return best, chunk * _CHUNK + chunks[torch.arange(rows), chunk].argmax(dim=1)
+def first_largest(logits: Floats) -> Largest:
+    """Return each row's largest value (NaN if the row holds one) and its lowest index."""
+    ids = logits.argmax(1)
+    return Largest(logits[np.arange(len(ids)), ids], ids)
 
 
 def _ids(ids: Iterable[int]) -> npt.NDArray[np.int64]:
@@ -414,9 +392,9 @@ def choice_bytes(num_draws: int, num_rows: int, vocab_size: int) -> int:
 
 
 def choose(
-    logits: torch.Tensor | None, largest: Largest | None, states: Sequence[SamplerState], positions: Sequence[int]
+    logits: Rows | None, largest: Largest | None, states: Sequence[SamplerState], positions: Sequence[int]
 ) -> list[Sampled | SampleFault]:
-    """Choose one token per row on the logits' device; see `sample`. Every device gives the same tokens.
+    """Choose one token per row; see `sample`. A GPU gives the same tokens.
 
     Args:
         logits: [R, V] float32; None only if no state reads them.
@@ -431,18 +409,22 @@ def choose(
 
 
 def _choose_all(
-    logits: torch.Tensor | None, largest: Largest | None, states: Sequence[SamplerState], positions: Sequence[int]
+    logits: Rows | None, largest: Largest | None, states: Sequence[SamplerState], positions: Sequence[int]
 ) -> list[Sampled | SampleFault]:
     if largest is not None and not any(state.reads_logits for state in states):
         return greedy(largest)
     assert logits is not None, "a sampler reads logits that were not computed"
-    if logits.device.type == "cpu" or find_spec("triton") is None:
+    if isinstance(logits, np.ndarray):
         return sample(logits, states, positions, largest)
+    if find_spec("triton") is None:
+        return sample(logits.cpu().numpy(), states, positions, largest)
+    from genbatch.nif.sampling.device_draws import sample_on_device  # imports torch and Triton
+
     return sample_on_device(logits, states, positions)
 
 
 def _choose_each(
-    logits: torch.Tensor | None, largest: Largest | None, states: Sequence[SamplerState], positions: Sequence[int]
+    logits: Rows | None, largest: Largest | None, states: Sequence[SamplerState], positions: Sequence[int]
 ) -> list[Sampled | SampleFault]:
     """Choose row by row, after choosing for all rows together raised.
 
@@ -461,105 +443,3 @@ def _choose_each(
     if len(errors) == len(states) > 1:
         raise errors[0]
     return drawn
-
-
-def sample_on_device(
-    logits: torch.Tensor, states: Sequence[SamplerState], positions: Sequence[int]
-) -> list[Sampled | SampleFault]:
-    """Choose one token per row on a GPU; arguments, order of operations and results are those of `sample`.
-
-    A step makes a few copies to the device, and waits once for the results.
-    """
-    assert logits.shape[0] == len(states) == len(positions)
-    if not states:
-        return []
-    with on_device(logits.device):
-        draws = LateDraws(logits, states, positions)
-        draws.send()
-        if logits.device.type == "cuda":
-            torch.cuda.current_stream(logits.device).synchronize()
-        return draws.results()
-
-
-class LateDraws:
-    """Draws that were launched and not read: the host may do other work until the device has made them.
-
-    The arguments are those of `sample`. They are not needed after the constructor.
-    """
-
-    def __init__(self, logits: torch.Tensor, states: Sequence[SamplerState], positions: Sequence[int]) -> None:
-        from genbatch.nif.kernels.sample import draw_tokens, edit_logits
-
-        device = logits.device
-        self._states = states
-        raw = logits
-        if any(state.edits for state in states):
-            logits = edit_logits(logits, [row_edits(state) for state in states])
-            forbid(logits, [state.constraint for state in states])
-        table = DrawTable([state.params for state in states]).at(positions)
-        self.tokens = draw_tokens(logits, sent(table.numpy(), device))  # [R] int64 on the device
-        self._parts = [torch.stack((self.tokens, raw.amax(dim=1).isfinite().long()))]
-        self._scored = [row for row, state in enumerate(states) if state.params.logprobs is not None]
-        if self._scored:
-            self._parts += self._scores(raw)
-        self._host: list[torch.Tensor] = []
-
-    def send(self) -> None:
-        """Launch the copies of the results to the host."""
-        for part in self._parts:
-            host = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.device.type == "cuda")
-            host.copy_(part, non_blocking=True)
-            self._host.append(host)
-
-    def results(self) -> list[Sampled | SampleFault]:
-        """Return a token or a fault for each row. Call this once the copies have arrived."""
-        from genbatch.nif.kernels.sample import NONE
-
-        results: list[Sampled | SampleFault] = []
-        for state, token, is_finite in zip(self._states, *self._host[0].tolist(), strict=True):
-            if not is_finite:
-                results.append(SampleFault(NOT_FINITE))
-            elif token == NONE:
-                results.append(nothing_left(state))
-            else:
-                results.append(Sampled(token))
-        if self._scored:
-            for row, ids, values in zip(self._scored, *(part.tolist() for part in self._host[1:]), strict=True):
-                number, result = self._states[row].params.logprobs, results[row]
-                if isinstance(result, Sampled):
-                    assert number is not None
-                    top = tuple(zip(ids[1 : 1 + number], values[1 : 1 + number], strict=True))
-                    results[row] = Sampled(result.token_id, values[0], top)
-        return results
-
-    def _scores(self, logits: torch.Tensor) -> list[torch.Tensor]:
-        """Return ids and log-probabilities by the model's own logits: the drawn token's, then the likeliest ones'."""
-        from genbatch.nif.kernels.sample import gather_logprobs
-
-        rows = sent(np.array(self._scored, np.int64), logits.device)
-        scored = logits[rows]
-        # A row without a token is scored too, and its scores are not read.
-        ids = self.tokens[rows].clamp_min(0)[:, None]
-        most = min(max(self._states[row].params.logprobs or 0 for row in self._scored), logits.shape[1])
-        if most:
-            # Shift the logits so that none is above 0, as `ranked` requires; ties then rank as on the host.
-            below_best = scored - scored.amax(dim=1, keepdim=True)
-            ids = torch.cat((ids, ranked(pad_to_chunks(below_best), most)[1]), dim=1)
-        return [ids, gather_logprobs(scored, ids)]
-
-
-def row_edits(state: SamplerState) -> "RowEdits":
-    """Convert a state's penalties, biases and suppressions to the arguments of `edit_logits`."""
-    params = state.params
-    counts = state.output_counts
-    bias_ids, bias = state.bias
-    ids, place = np.unique(
-        np.concatenate((state.seen_ids, bias_ids, state.suppressed_ids)).astype(np.int64), return_inverse=True
-    )
-    factors, added = np.ones(len(ids), np.float32), np.zeros(len(ids), np.float32)
-    seen, biased = place[: len(counts)], place[len(counts) : len(counts) + len(bias_ids)]
-    factors[seen] = params.repetition_penalty
-    added[seen] = -(params.frequency_penalty * counts + params.presence_penalty * (counts > 0))
-    added[biased] += bias
-    added[place[len(counts) + len(bias_ids) :]] = -np.inf
-    return ids, factors, added

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from genbatch.nif.kernels import sample as sample_kernel
 from genbatch.nif.kernels.sample import edit_logits
 from genbatch.nif.sampling import sampler
+from genbatch.nif.sampling.device_draws import row_edits, sample_on_device
 from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
 
@@ -59,7 +60,7 @@ def test_device_draws_equal_the_hosts(device, rows, seed, position):
     logits = logits_of(len(rows), seed, device)
     states = [state_of(row) for row in rows]
     positions = [position + row for row in range(len(rows))]
-    assert_same(sampler.sample_on_device(logits, states, positions), sampler.sample(logits.cpu(), states, positions))
+    assert_same(sample_on_device(logits, states, positions), sampler.sample(logits.cpu().numpy(), states, positions))
 
 
 @pytest.mark.parametrize("truncated", [True, False])
@@ -69,7 +70,7 @@ def test_a_vocabulary_in_several_chunks_draws_as_the_host_does(device, monkeypat
     logits[:, 20:40] = -100.0  # a whole chunk of tokens whose weight is 0
     limits = {"top_k": 9, "top_p": 0.8} if truncated else {}
     states = [SamplerState(SamplingParams(seed=seed, temperature=1.0, **limits), []) for seed in range(3)]
-    assert_same(sampler.sample_on_device(logits, states, [4, 5, 6]), sampler.sample(logits.cpu(), states, [4, 5, 6]))
+    assert_same(sample_on_device(logits, states, [4, 5, 6]), sampler.sample(logits.cpu().numpy(), states, [4, 5, 6]))
 
 
 @pytest.mark.parametrize("room", [2, 2048])
@@ -86,7 +87,7 @@ def test_a_search_of_candidates_and_one_of_the_whole_row_give_the_hosts_tokens(d
         SamplerState(SamplingParams(seed=seed, temperature=temperature, **limits), [])
         for seed, temperature in enumerate((0.3, 1.0, 4.0, 0.0))
     ]
-    assert_same(sampler.sample_on_device(logits, states, [3] * 4), sampler.sample(logits.cpu(), states, [3] * 4))
+    assert_same(sample_on_device(logits, states, [3] * 4), sampler.sample(logits.cpu().numpy(), states, [3] * 4))
 
 
 def test_only_the_tokens_that_may_be_kept_are_gathered(device, monkeypatch):
@@ -115,10 +116,10 @@ def test_only_the_tokens_that_may_be_kept_are_gathered(device, monkeypatch):
 def test_a_draw_depends_neither_on_its_row_nor_on_the_batch(device):
     logits = logits_of(3, 8, device)
     states = [SamplerState(SamplingParams(seed=s, temperature=2.0, top_p=0.95), []) for s in (11, 12, 13)]
-    together = sampler.sample_on_device(logits, states, [7, 8, 9])
+    together = sample_on_device(logits, states, [7, 8, 9])
     order = [2, 0, 1]
-    shuffled = sampler.sample_on_device(logits[order], [states[i] for i in order], [(7, 8, 9)[i] for i in order])
-    alone = [sampler.sample_on_device(logits[i : i + 1], [states[i]], [7 + i])[0] for i in range(3)]
+    shuffled = sample_on_device(logits[order], [states[i] for i in order], [(7, 8, 9)[i] for i in order])
+    alone = [sample_on_device(logits[i : i + 1], [states[i]], [7 + i])[0] for i in range(3)]
     assert together == alone == [shuffled[order.index(i)] for i in range(3)]
 
 
@@ -129,8 +130,8 @@ def test_rows_without_a_number_to_draw_from_fault_alone(device):
     greedy = SamplingParams(seed=0)
     nothing_left = SamplingParams(seed=0, suppress=frozenset(range(VOCAB)), min_tokens=1)
     states = [SamplerState(p, []) for p in (greedy, greedy, nothing_left, greedy)]
-    results = sampler.sample_on_device(logits, states, [0] * 4)
-    assert results == sampler.sample(logits.cpu(), states, [0] * 4)
+    results = sample_on_device(logits, states, [0] * 4)
+    assert results == sampler.sample(logits.cpu().numpy(), states, [0] * 4)
     assert [type(result) for result in results] == [SampleFault] * 3 + [Sampled]
 
 
@@ -140,4 +141,4 @@ def test_an_edit_outside_the_vocabulary_changes_no_neighbour(device):
         SamplerState(SamplingParams(seed=0, logit_bias={9: 5.0}), []),
         SamplerState(SamplingParams(seed=0), []),
     ]
-    assert edit_logits(logits, [sampler.row_edits(state) for state in states]).eq(0).all()
+    assert edit_logits(logits, [row_edits(state) for state in states]).eq(0).all()

@@ -19,16 +19,18 @@ from transformers.generation import (
 )
 
 from genbatch.nif.runner import Largest
+from genbatch.nif.sampling import sampler
 from genbatch.nif.sampling.draw import (
     CHUNK,
     SORTED_AT_ONCE,
     SamplingParams,
+    _chunk_sums,
     _invert_whole,
     _pick,
     token_logprobs,
     uniform,
 )
-from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, choice_bytes, greedy, sample
+from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, choice_bytes, greedy
 from genbatch.proto.messages import GenerateRequest
 from genbatch.proto.validation import RequestLimits, validate_request
 
@@ -41,6 +43,10 @@ def state(prompt: Sequence[int] = (), seed: int = 0, **params: object) -> Sample
 
 def random_logits(rows: int, width: int, seed: int = 0, spread: float = 1.0) -> torch.Tensor:
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def sample(logits: torch.Tensor, *rest: object) -> list[Sampled | SampleFault]:
+    return sampler.sample(logits.numpy(), *rest)  # type: ignore[arg-type]
 
 
 def tokens(results: Sequence[Sampled | SampleFault]) -> list[int]:
@@ -332,9 +338,10 @@ def test_b29_log_probability_is_log_softmax_of_the_generation_logits_at_the_toke
     log_probs = torch.log_softmax(logits, -1)
     for i, result in enumerate(sample(logits, states, range(6))):
         assert isinstance(result, Sampled)
-        assert result.logprob == log_probs[i, result.token_id].item()
+        assert result.logprob == pytest.approx(log_probs[i, result.token_id].item(), rel=1e-6)
         values, ids = log_probs[i].topk(4 if i % 2 else 1)
-        assert result.top == tuple(zip(ids.tolist(), values.tolist(), strict=True))
+        assert [token_id for token_id, _ in result.top] == ids.tolist()
+        assert [logprob for _, logprob in result.top] == pytest.approx(values.tolist(), rel=1e-6)
 
 
 def test_log_probabilities_come_only_to_those_who_ask() -> None:
@@ -352,7 +359,7 @@ def test_log_probabilities_come_only_to_those_who_ask() -> None:
 def test_prompt_log_probabilities_rank_ties_by_id() -> None:
     logits = torch.zeros(2, 50)
     logits[1, 40] = 1.0
-    first, second = token_logprobs(logits, torch.tensor([9, 40]), 3)
+    first, second = token_logprobs(logits.numpy(), np.array([9, 40]), 3)
     assert [token_id for token_id, _ in first.top] == [0, 1, 2]
     assert first.logprob == pytest.approx(-math.log(50))
     assert [token_id for token_id, _ in second.top] == [40, 0, 1]
@@ -377,43 +384,43 @@ def test_no_rows_give_no_results() -> None:
 
 def test_top_p_of_1_keeps_the_last_token_though_rounding_says_the_row_is_full() -> None:
     """The sum of a row's parts may come out above its whole, which is summed in another order."""
-    log_weights, ids = torch.zeros(1, 4), torch.arange(4)[None]
-    short = torch.tensor([[3.0]], dtype=torch.float64)  # as if rounded; the four weigh 4
+    log_weights, ids = np.zeros((1, 4), np.float32), np.arange(4)[None]
+    short = np.array([[3.0]])  # as if rounded; the four weigh 4
     for top_p, drawn in ((1.0, 3), (0.999, 2)):
-        limits = torch.tensor([[0.0, top_p, 1e-9]], dtype=torch.float64)
-        points = torch.tensor([[0.99]], dtype=torch.float64)
+        limits = np.array([[0.0, top_p, 1e-9]])
+        points = np.array([[0.99]])
         assert _pick(log_weights, ids, short, limits, points)[0].tolist() == [drawn]
 
 
 def test_what_is_ranked_is_enough_only_if_nothing_that_may_be_drawn_is_left_out() -> None:
     """With top_p = 1 that is for min_p to say: a sum that is rounded hides what is lighter than its last digit."""
-    log_weights, ids = torch.tensor([[0.0, -12.0]]), torch.arange(2)[None]
-    total = log_weights.exp().sum(1, keepdim=True, dtype=torch.float64) - 1e-9  # as if rounded
-    points = torch.tensor([[0.5]], dtype=torch.float64)
+    log_weights, ids = np.array([[0.0, -12.0]], np.float32), np.arange(2)[None]
+    total = np.exp(log_weights).sum(1, keepdims=True, dtype=np.float64) - 1e-9  # as if rounded
+    points = np.array([[0.5]])
     for top_p, min_p, enough in ((1.0, 1e-9, False), (1.0, 0.5, True), (0.9, 1e-9, True)):
-        limits = torch.tensor([[0.0, top_p, min_p]], dtype=torch.float64)
+        limits = np.array([[0.0, top_p, min_p]])
         assert _pick(log_weights, ids, total, limits, points)[1].tolist() == [enough]
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_point_at_either_end_of_a_chunk_draws_a_token_that_has_weight(seed: int) -> None:
     """A chunk's sum is rounded: what is left of the point must not lead out of the chunk, nor onto a weight of 0."""
-    weights = random_logits(1, 64 * CHUNK, seed).exp()
+    weights = random_logits(1, 64 * CHUNK, seed).exp().numpy()
     weights[0, CHUNK - 1 :: CHUNK] = 0.0  # the last of each chunk cannot be drawn
     weights[0, ::CHUNK] = 0.0  # nor the first
-    sums = weights.view(1, -1, CHUNK).sum(-1).cumsum(1, dtype=torch.float64)[0]
+    sums = np.cumsum(_chunk_sums(weights), axis=1, dtype=np.float64)[0]
     ends = [float(end / sums[-1]) for end in sums[:-1]]
     points = [point for end in ends for point in (math.nextafter(end, 0.0), end, math.nextafter(end, 1.0))]
     points += [0.0, 1.0 - 2.0**-53]
-    drawn = _invert_whole(weights.expand(len(points), -1), torch.tensor(points, dtype=torch.float64)[:, None])
+    drawn = _invert_whole(np.repeat(weights, len(points), axis=0), np.array(points)[:, None])
     assert bool((weights[0, drawn] > 0.0).all())
 
 
 def test_a_point_below_what_a_chunk_begins_with_draws_its_first_token_that_has_weight() -> None:
     """Half a digit more rounds up to the chunk's end, and taking it off again does not lead back to its beginning."""
-    weights = torch.zeros(1, 3 * CHUNK)
-    weights[0, [3, CHUNK + 8, 2 * CHUNK + 8]] = torch.tensor([1.0, 2.0**-52, 2.0**-53])
-    assert _invert_whole(weights, torch.tensor([[1.0 - 2.0**-53]], dtype=torch.float64)).tolist() == [2 * CHUNK + 8]
+    weights = np.zeros((1, 3 * CHUNK), np.float32)
+    weights[0, [3, CHUNK + 8, 2 * CHUNK + 8]] = [1.0, 2.0**-52, 2.0**-53]
+    assert _invert_whole(weights, np.array([[1.0 - 2.0**-53]])).tolist() == [2 * CHUNK + 8]
 
 
 def test_what_choosing_takes_grows_with_draws_and_vocabulary_and_is_bounded_for_what_is_sorted() -> None:

@@ -2,6 +2,7 @@
 
 from functools import cache
 
+import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,13 +29,13 @@ PARAMS = st.builds(
 
 
 @cache
-def logits(width: int) -> torch.Tensor:
+def logits(width: int) -> np.ndarray:
     """Rows from flat to steep, with ties, and one that fails."""
     rows = torch.randn(NUM_ROWS, width, generator=torch.Generator().manual_seed(width))
     rows *= torch.linspace(0.2, 6.0, NUM_ROWS)[:, None]
     rows[2] = rows[2].round()
     rows[5, 3] = float("nan")
-    return rows
+    return rows.numpy()
 
 
 @settings(max_examples=60, deadline=None)
@@ -55,15 +56,10 @@ def test_a_row_gives_the_same_alone_and_in_any_batch(data: st.DataObject) -> Non
 
 
 @settings(max_examples=10, deadline=None)
-@given(st.permutations(range(NUM_ROWS)), st.integers(1, 2))
-def test_neither_order_nor_threads_change_a_draw(order: list[int], num_threads: int) -> None:
+@given(st.permutations(range(NUM_ROWS)))
+def test_the_order_of_rows_does_not_change_a_draw(order: list[int]) -> None:
     rows = logits(9001)
     states = [SamplerState(SamplingParams(seed=i, temperature=1.0, top_p=0.9), ()) for i in range(NUM_ROWS)]
     expected = sample(rows, states, range(NUM_ROWS))
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        permuted = sample(rows[order], [states[i] for i in order], order)
-    finally:
-        torch.set_num_threads(before)
+    permuted = sample(rows[order], [states[i] for i in order], order)
     assert permuted == [expected[i] for i in order]

@@ -1,0 +1,120 @@
+"""Rotary embeddings: the cosines and sines of each position, and the frequencies that they are made of."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from genbatch.nif.models.architecture import has_alpha, shapes_of
+
+_FIRST_POSITIONS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class RopeTable:
+    """One rotary embedding's table, up to the longest position so far."""
+
+    cosines: npt.NDArray[np.float32]  # [positions, rotary_dim / 2]
+    sines: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Frequencies:
+    """What one table is made of.
+
+    Args:
+        kind: of the layers (transformers' `layer_types`); None where all layers share one table.
+        values: radians per position for each pair of elements, [rotary_dim / 2], exactly float32.
+        scale: the factor of cosines and sines.
+    """
+
+    kind: str | None
+    values: Sequence[float]
+    scale: float
+
+
+class RopeTables:
+    """The rotary tables of a model's layers; the tables grow in powers of two.
+
+    Args:
+        config: of the text decoder.
+        partial: whether only the configuration's share of a head is rotated.
+        max_position: positions that a sequence may have.
+
+    Attributes:
+        kinds: the kinds of layers, by table.
+        rotary_dims: elements of a head that are rotated, by table.
+        max_position: as above.
+    """
+
+    def __init__(self, config: Any, *, partial: bool, max_position: int) -> None:
+        self.max_position = max_position
+        self._frequencies = rope_frequencies(config, partial=partial)
+        self.kinds = tuple(each.kind for each in self._frequencies)
+        self.rotary_dims = [2 * len(each.values) for each in self._frequencies]
+        self._tables: list[RopeTable] = []
+
+    def up_to(self, num_positions: int) -> list[RopeTable]:
+        """Return tables of at least `num_positions` rows, and at most the model's positions."""
+        if not self._tables or len(self._tables[0].cosines) < min(num_positions, self.max_position):
+            rows = max(_FIRST_POSITIONS, 1 << (num_positions - 1).bit_length())
+            self._tables = [_table(each, min(rows, self.max_position)) for each in self._frequencies]
+        return self._tables
+
+
+def _table(frequencies: Frequencies, num_positions: int) -> RopeTable:
+    """Compute a table: angles in float32 as transformers' are, and their functions in float64, rounded once."""
+    angles = np.arange(num_positions, dtype=np.float32)[:, None] * np.array(frequencies.values, np.float32)
+    cosines, sines = np.empty_like(angles), np.empty_like(angles)
+    np.cos(angles, out=cosines, dtype=np.float64, casting="same_kind")
+    np.sin(angles, out=sines, dtype=np.float64, casting="same_kind")
+    scale = np.float32(frequencies.scale)
+    return RopeTable(cosines * scale, sines * scale)
+
+
+def rope_frequencies(config: Any, *, partial: bool) -> Sequence[Frequencies]:
+    """Return the frequencies of each table, in the order of the kinds' names.
+
+    transformers' own functions compute them, so all its scalings are supported. A configuration that was kept has them.
+    """
+    kept: Sequence[Frequencies] | None = getattr(config, "kept_frequencies", None)
+    if kept is not None:
+        return kept
+    parameters: Any = _rope_parameters(config)
+    kinds = sorted(parameters) if "rope_type" not in parameters else [None]
+    return [_computed(config, kind, partial=partial) for kind in kinds]
+
+
+def _computed(config: Any, kind: str | None, *, partial: bool) -> Frequencies:
+    import torch  # here: a model whose configuration was kept does without
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = _rope_parameters(config) if kind is None else config.rope_parameters[kind]
+    base = parameters["rope_theta"]
+    if parameters["rope_type"] != "default" and not has_alpha(parameters):
+        init = ROPE_INIT_FUNCTIONS[parameters["rope_type"]]
+        frequencies, scale = init(config, torch.device("cpu"), layer_type=kind)
+        return Frequencies(kind, frequencies.float().tolist(), float(scale))
+    shapes, kinds = shapes_of(config), getattr(config, "layer_types", None) or ()
+    size = shapes[kinds.index(kind) if kind in kinds else 0][1]
+    size = int(size * parameters.get("partial_rotary_factor", 1.0)) if partial else size
+    if has_alpha(parameters):
+        base *= parameters["alpha"] ** (size / (size - 2))
+    frequencies = 1.0 / base ** (torch.arange(0, size, 2).float() / size)
+    return Frequencies(kind, frequencies.tolist(), 1.0)
+
+
+def _rope_parameters(config: Any) -> Any:
+    """Return the configuration's parameters; those of an unused table for a model that rotates nothing."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    unused = {"rope_type": "default", "rope_theta": 1.0}
+    return unused if parameters.get("rope_theta", 0) is None else parameters or unused
+
+
+def rope_kinds(config: Any) -> list[str]:
+    """Return the types of a model's rotary embeddings ("default", "llama3", ...), one per table."""
+    parameters: Any = _rope_parameters(config)
+    nested = [parameters] if "rope_type" in parameters else list(parameters.values())
+    return ["default" if has_alpha(one) else one["rope_type"] for one in nested]
