@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, Union, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +18,10 @@ from genbatch.nif.errors import BatchError
 if TYPE_CHECKING:  # a native engine does without torch
     import torch
 
-Rows: TypeAlias = "npt.NDArray[np.float32] | torch.Tensor"
+Rows: TypeAlias = Union[npt.NDArray[np.float32], "torch.Tensor"]
 """[R, width] float32: rows of logits or of hidden states, an array on the host or a tensor on a GPU."""
 
-Content: TypeAlias = "npt.NDArray[np.uint8] | torch.Tensor"
+Content: TypeAlias = Union[npt.NDArray[np.uint8], "torch.Tensor"]
 """[blocks, bytes_per_block] uint8 on the host: the content of KV blocks. A tensor where a GPU copies it."""
 
 

@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from genbatch.nif.errors import ModelError
 from genbatch.nif.models.architecture import Architecture, kv_sources
 from genbatch.nif.models.architectures import ARCHITECTURES
 from genbatch.nif.models.weight_source import WeightSource, is_finite
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # imported where they are used: a model that was described before needs neither
+    import torch
     from transformers import PreTrainedModel
 
 log = logging.getLogger("genbatch")
@@ -385,7 +385,7 @@ def _expert_names(architecture: Architecture, num_layers: int) -> Iterator[str]:
         yield from (f"{start}{name.format(i)}.weight" for name in experts.single for i in range(experts.count))
 
 
-def _check_shape(source: str, name: str, shape: tuple[int, ...], parameter: torch.Tensor) -> None:
+def _check_shape(source: str, name: str, shape: tuple[int, ...], parameter: "torch.Tensor") -> None:
     # guard: shapes of tensors
     if shape != tuple(parameter.shape):
         raise ModelError(
@@ -423,6 +423,8 @@ def check_size(source: str, make: Callable[[], "PreTrainedModel"], weights: Weig
 
 
 def _on_meta(source: str, make: Callable[[], "PreTrainedModel"]) -> "PreTrainedModel":
+    import torch
+
     try:
         with torch.device("meta"):
             hf: Any = make()
@@ -432,7 +434,7 @@ def _on_meta(source: str, make: Callable[[], "PreTrainedModel"]) -> "PreTrainedM
         raise ModelError(source, f"its configuration describes no module: {one_line(fault)}") from fault
 
 
-def check_finite(source: str, hf: torch.nn.Module) -> None:
+def check_finite(source: str, hf: "torch.nn.Module") -> None:
     """Look for NaN and infinities in the weights of a module in memory.
 
     Raises:

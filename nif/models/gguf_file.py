@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from genbatch.nif.errors import ModelError
 from genbatch.nif.models.gguf_families import family_of
@@ -330,7 +329,7 @@ class GgufWeights:
         if len(kinds) == 1:
             kind, rows = parts[0].kind, np.concatenate([part.rows for part in parts])
         else:
-            kind, rows = "F32", torch.cat([part.floats() for part in parts]).view(torch.uint8).numpy()
+            kind, rows = "F32", np.concatenate([part.floats().numpy() for part in parts]).view(np.uint8)
         order = self._mixed_order(name, shape[0]) if self._family.mixed_heads else None
         return StoredTensor(name, kind, shape, rows, order)
 
@@ -348,7 +347,7 @@ class GgufWeights:
         values = stored.whole()
         if not (values < 0).all():
             raise self._file.fault(f"tensor {self._stored[stored.name]} has a rate that is not negative")
-        rows = (-values).log().reshape(1, -1).contiguous().view(torch.uint8).numpy()
+        rows = (-values).log().reshape(1, -1).contiguous().numpy().view(np.uint8)
         return StoredTensor(stored.name, "F32", stored.shape, rows)
 
     def _grouped(self, size: int) -> np.ndarray:

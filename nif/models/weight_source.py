@@ -16,15 +16,17 @@ import struct
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import torch
 
 from genbatch.nif.errors import ModelError, TensorError
 
-FLOAT_KINDS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""The kinds that are plain numbers, with their types; every other kind is a type of block in GGML's spelling, or of
+if TYPE_CHECKING:  # imported where tensors are made: a model whose packed weights were kept makes none
+    import torch
+
+FLOAT_KINDS = {"F32": 4, "F16": 2, "BF16": 2}
+"""The kinds that are plain numbers, with their bytes; every other kind is a type of block in GGML's spelling, or of
 `GROUP_KINDS`, `FP8_KINDS` or `FP4_KINDS`."""
 
 GROUP_KINDS = {"G4_32": (4, 32), "G4_64": (4, 64), "G4_128": (4, 128), "G8_32": (8, 32), "G8_128": (8, 128)}
@@ -39,15 +41,17 @@ FP4_KINDS = {"N4_32": 32, "N4_128": 128}
 inputs, and codes of 4 bits (E2M1) in the inputs' order, the first in the low half of a byte."""
 
 # Of safetensors, beside FLOAT_KINDS: what checkpoints that are quantised already hold their parts in.
-_PART_KINDS = {
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
+_PART_KINDS = {"I8": 1, "U8": 1, "I16": 2, "I32": 4, "I64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
+# torch's names of both.
+_TORCH_NAMES = {
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "U8": "uint8",
+    **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
 }
 
 _MAX_HEADER_BYTES = 1 << 27  # of a safetensors file; the format's own limit is 100 MB
@@ -96,15 +100,17 @@ class StoredTensor:
             taken = StoredTensor(self.name, self.kind, self.shape[1:], self.rows[rows])
         return taken
 
-    def floats(self, first: int = 0, end: int | None = None) -> torch.Tensor:
+    def floats(self, first: int = 0, end: int | None = None) -> "torch.Tensor":
         """The exact values of the rows from `first` to before `end`: float32, [rows, last dimension].
 
         Raises:
             TensorError: one of them is NaN or infinite.
         """
+        import torch
+
         rows = self.rows[first:end] if self.row_order is None else self.rows[self.row_order[first:end]]
         if self.kind in FLOAT_KINDS:
-            values = torch.from_numpy(np.array(rows)).view(FLOAT_KINDS[self.kind]).float()
+            values = torch.from_numpy(np.array(rows)).view(getattr(torch, _TORCH_NAMES[self.kind])).float()
         elif self.kind in GROUP_KINDS:
             values = torch.from_numpy(_group_values(self.kind, rows))
         elif self.kind in FP8_KINDS:
@@ -122,12 +128,14 @@ class StoredTensor:
             values = values[:, torch.from_numpy(self.column_order)]
         return values + self.offset if self.offset else values
 
-    def nibbles(self, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    def nibbles(self, size: int) -> "tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None":
         """Return codes of 4 bits in groups of `size` inputs with one scale and zero; None for other tensors.
 
         Returns:
             Codes [rows, groups, size] uint8, scales [rows, groups] float32, zeros [rows, groups] uint8.
         """
+        import torch
+
         bits, inputs = GROUP_KINDS.get(self.kind, (0, 0))
         if bits != 4 or inputs % size or self.row_order is not None:
             return None
@@ -137,7 +145,7 @@ class StoredTensor:
         codes = np.stack((blocks[:, :, 6:] & 15, blocks[:, :, 6:] >> 4), axis=3).reshape(len(blocks), -1, size)
         return torch.from_numpy(codes), torch.from_numpy(scales), torch.from_numpy(zeros)
 
-    def whole(self) -> torch.Tensor:
+    def whole(self) -> "torch.Tensor":
         """Return all exact values, float32, in the tensor's own shape."""
         return self.floats().reshape(self.shape)
 
@@ -166,8 +174,10 @@ class WeightSource(Protocol):
         ...
 
 
-def is_finite(values: torch.Tensor) -> bool:
+def is_finite(values: "torch.Tensor") -> bool:
     """Whether no value is NaN or infinite, in one pass and without a copy; `values` is not empty."""
+    import torch
+
     lowest, highest = torch.aminmax(values)  # NaN goes through to both
     return math.isfinite(float(lowest)) and math.isfinite(float(highest))
 
@@ -243,7 +253,7 @@ class SafetensorsWeights:
         if kind not in FLOAT_KINDS:
             raise ModelError(self._model, f"{file.path.name}: {name} is of type {kind}; F32, F16 and BF16 are read")
         shape = shape or (1,)
-        rows = file.bytes[start:end].reshape(math.prod(shape[:-1]), shape[-1] * FLOAT_KINDS[kind].itemsize)
+        rows = file.bytes[start:end].reshape(math.prod(shape[:-1]), shape[-1] * FLOAT_KINDS[kind])
         return StoredTensor(name, kind, shape, rows)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -260,7 +270,7 @@ class SafetensorsWeights:
         """Return the name of an existing tensor's file."""
         return self._entries[name][0].path.name
 
-    def part(self, name: str, index: int | None = None) -> torch.Tensor:
+    def part(self, name: str, index: int | None = None) -> "torch.Tensor":
         """Return a copy of an existing tensor, in the type that the file has it in.
 
         Args:
@@ -269,14 +279,15 @@ class SafetensorsWeights:
         Raises:
             ModelError: the type is none that is read.
         """
+        import torch
+
         file, kind, shape, start, end = self._entries[name]
-        dtype = FLOAT_KINDS.get(kind) or _PART_KINDS.get(kind)
-        if dtype is None:
+        if kind not in _TORCH_NAMES:
             raise ModelError(self._model, f"{file.path.name}: {name} is of type {kind}, which is not read")
         if index is not None:
             size = (end - start) // shape[0]
             start, end, shape = start + index * size, start + (index + 1) * size, shape[1:]
-        return torch.from_numpy(np.array(file.bytes[start:end])).view(dtype).reshape(shape)
+        return torch.from_numpy(np.array(file.bytes[start:end])).view(getattr(torch, _TORCH_NAMES[kind])).reshape(shape)
 
     def release(self) -> None:
         """As in `WeightSource`."""
@@ -381,7 +392,7 @@ class ModuleWeights:
         hf: transformers' module, on the CPU.
     """
 
-    def __init__(self, hf: torch.nn.Module) -> None:
+    def __init__(self, hf: "torch.nn.Module") -> None:
         self._tensors = dict(hf.state_dict())
 
     def names(self) -> Collection[str]:
@@ -390,9 +401,11 @@ class ModuleWeights:
 
     def tensor(self, name: str) -> StoredTensor:
         """As in `WeightSource`."""
+        import torch
+
         values = self._tensors[name].detach().contiguous()
         values = values.reshape(values.shape or 1)
-        kind = next(kind for kind, dtype in FLOAT_KINDS.items() if dtype == values.dtype)
+        kind = next(kind for kind in FLOAT_KINDS if getattr(torch, _TORCH_NAMES[kind]) == values.dtype)
         rows = values.reshape(-1, values.shape[-1]).cpu().view(torch.uint8).numpy()
         return StoredTensor(name, kind, tuple(values.shape), rows)
 
@@ -417,18 +430,22 @@ def _group_values(kind: str, rows: np.ndarray) -> np.ndarray:
     return values
 
 
-def _fp8_values(kind: str, rows: np.ndarray) -> torch.Tensor:
+def _fp8_values(kind: str, rows: np.ndarray) -> "torch.Tensor":
     """The weights [rows, inputs] float32 of rows of a kind of `FP8_KINDS`."""
+    import torch
+
     blocks = np.ascontiguousarray(rows).reshape(len(rows), -1, 4 + FP8_KINDS[kind])
     scales = torch.from_numpy(blocks[:, :, :4].copy().view("<f4"))  # [rows, blocks, 1]
     return (_e4m3(blocks[:, :, 4:]) * scales).reshape(len(rows), -1)
 
 
-_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
-def _fp4_values(kind: str, rows: np.ndarray) -> torch.Tensor:
+def _fp4_values(kind: str, rows: np.ndarray) -> "torch.Tensor":
     """The weights [rows, inputs] float32 of rows of a kind of `FP4_KINDS`."""
+    import torch
+
     inputs = FP4_KINDS[kind]
     groups = inputs // 16
     blocks = np.ascontiguousarray(rows).reshape(len(rows), -1, 4 + groups + inputs // 2)
@@ -436,10 +453,12 @@ def _fp4_values(kind: str, rows: np.ndarray) -> torch.Tensor:
     scales = (_e4m3(blocks[:, :, 4 : 4 + groups]) * whole)[:, :, :, None]
     codes = blocks[:, :, 4 + groups :]
     pairs = np.stack((codes & 15, codes >> 4), axis=3).reshape(*codes.shape[:2], groups, 16)
-    return (_E2M1[torch.from_numpy(pairs).long()] * scales).reshape(len(rows), -1)
+    return (torch.from_numpy(_E2M1[pairs]) * scales).reshape(len(rows), -1)
 
 
-def _e4m3(codes: np.ndarray) -> torch.Tensor:
+def _e4m3(codes: np.ndarray) -> "torch.Tensor":
+    import torch
+
     return torch.from_numpy(codes.copy()).view(torch.float8_e4m3fn).float()
 
 
@@ -499,7 +518,7 @@ def _entries(model: str, file: MappedFile) -> Iterator[tuple[str, tuple[str, tup
                 raise broken(f"{name} ends at byte {start + end} of {size}")
             kind = dtype
             known = FLOAT_KINDS.get(kind) or _PART_KINDS.get(kind)
-            if known is not None and end - first != int(np.prod(shape, dtype=object)) * known.itemsize:
+            if known is not None and end - first != int(np.prod(shape, dtype=object)) * known:
                 raise broken(f"{name} has {end - first} bytes, which {kind} of shape {list(shape)} does not take")
             yield name, (kind, shape, start + first, start + end)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as fault:

@@ -235,7 +235,7 @@ class ModelWeights:
                 layers[layer].index_in_group = writers.index(sources.get(layer, layer))
                 layers[layer].shares, layers[layer].sink_tokens = layer in sources, group.sink_tokens
 
-    def _layer_embeddings(self, loader: LayerLoader, names: LayerEmbeddings) -> None:
+    def _layer_embeddings(self, loader: "LayerLoader", names: LayerEmbeddings) -> None:
         struct, width = self.struct, names.width
         struct.layer_width = width
         struct.layer_embedding = loader.table(loader.tensor(f"{names.table}.weight"), width**0.5)
