@@ -329,7 +329,7 @@ def _report(
 
 def _edited(logits: Floats, states: Sequence[SamplerState]) -> Floats:
     """Return a copy of the logits [R, V] with every state's penalties, biases, suppressions and constraint."""
-    logits = np.array(logits)
+    logits = np.array(logits, order="C")
     width = logits.shape[1]
     flat = logits.reshape(-1)
     penalised = [(i, s) for i, s in enumerate(states) if s.params.penalised]

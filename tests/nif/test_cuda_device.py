@@ -3,22 +3,24 @@
 import pytest
 import torch
 
-from genbatch.nif.cuda_device import choose_device, on_device
+from genbatch.nif import cuda_device
+from genbatch.nif.cuda_device import CPU, Device, choose_device, on_device
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import OptionError
 from tests.nif.runners.fake_gpu import FakeGpu
 
 
 def test_without_a_gpu_or_without_layers_for_it_a_model_is_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choose_device(0, 5) == torch.device("cpu")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert choose_device(-1, 5) == torch.device("cpu")
+    assert choose_device(0, 5) == CPU
+    monkeypatch.setattr(cuda_device, "has_gpu", lambda: False)
+    assert choose_device(-1, 5) == CPU
 
 
-def test_the_gpu_that_is_named_is_taken() -> None:
+def test_the_gpu_that_is_named_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_device, "has_gpu", lambda: True)
     with FakeGpu().active():
-        assert choose_device(-1, 0) == torch.device("cuda", 0)
-        assert choose_device(-1, 1) == torch.device("cuda", 1)
+        assert choose_device(-1, 0) == Device("cuda", 0)
+        assert choose_device(-1, 1) == Device("cuda", 1)
         with pytest.raises(OptionError, match=r"main_gpu: 2 is not a GPU of this machine: it has 2"):
             choose_device(-1, 2)
 

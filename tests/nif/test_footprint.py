@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
-import torch
 
 from genbatch.nif.context.engine import load_engine
 from genbatch.nif.engine_options import EngineOptions
@@ -71,7 +71,7 @@ def _measure(model: str, runner: str, n_batch: int) -> tuple[int, int]:
     footprint = engine._cache_size(engine._new_runner(_SEQUENCES), _SEQUENCES, 0, n_batch).footprint
     ctx = engine.open_context(n_parallel=_SEQUENCES, n_held=0, n_batch=n_batch)
     for group, count in enumerate(ctx.kv.num_blocks):
-        zeros = torch.zeros(1, ctx.runner.bytes_per_block(group, _BLOCK), dtype=torch.uint8)
+        zeros = np.zeros((1, ctx.runner.bytes_per_block(group, _BLOCK)), np.uint8)
         for block in range(count):
             ctx.runner.write_blocks(group, [block], zeros)
     prompt = [3 + place * 7 % 300 for place in range(ctx.max_positions)]
@@ -81,9 +81,9 @@ def _measure(model: str, runner: str, n_batch: int) -> tuple[int, int]:
         params = SamplingParams(temperature=5.0, top_p=0.99, seed=1, repetition_penalty=1.1, logprobs=20)
         states = [SamplerState(params, prompt[:9]) for _ in seq_ids]
 
-        def read(parts: list[torch.Tensor], drawn: list[Sampled | SampleFault | None]) -> None:
+        def read(parts: list[np.ndarray], drawn: list[Sampled | SampleFault | None]) -> None:
             for rows in parts:
-                token_logprobs(rows[:-1], torch.tensor(prompt[1 : len(rows)], dtype=torch.int64), 20)
+                token_logprobs(rows[:-1], np.array(prompt[1 : len(rows)], np.int64), 20)
 
         entries = [Entry(seq_id, tuple(prompt[start:stop]), start, Logits.ALL) for seq_id in seq_ids]
         ctx.step_and_read(entries, states, read)
