@@ -3,7 +3,7 @@
 import hashlib
 import sys
 
-import torch
+import numpy as np
 
 from genbatch.nif.context.engine import load_engine
 from genbatch.nif.engine_options import EngineOptions
@@ -26,15 +26,15 @@ for dtype, quantize in (("float32", "none"), ("bfloat16", "none"), ("float32", "
     blocks = 4
     for length in (33, 1):
         batch = RaggedBatch(
-            input_ids=torch.arange(length) * 7 + 3,
-            positions=torch.arange(length),
-            query_starts=torch.tensor([0, length], dtype=torch.int32),
-            kv_lens=torch.tensor([length], dtype=torch.int32),
+            input_ids=np.arange(length) * 7 + 3,
+            positions=np.arange(length),
+            query_starts=np.array([0, length], np.int32),
+            kv_lens=np.array([length], np.int32),
             max_query_len=length,
             max_kv_len=length,
-            slots=(torch.arange(length),),
-            block_tables=(torch.arange(blocks, dtype=torch.int32)[None],),
-            logit_rows=torch.arange(length),
+            slots=(np.arange(length),),
+            block_tables=(np.arange(blocks, dtype=np.int32)[None],),
+            logit_rows=np.arange(length),
         )
-        digest.update(runner.forward(batch).numpy().tobytes())
+        digest.update(runner.forward(batch).tobytes())
     print(dtype, quantize, digest.hexdigest())

@@ -52,7 +52,7 @@ def generated(path: Path, runner: str, adapter: Path | None = None) -> tuple[lis
                 break
             (logits,) = context.eval([Entry(0, tokens[done:], done)])
             done = len(tokens)
-            if not logits.isfinite().all():
+            if not torch.as_tensor(logits).isfinite().all():
                 break  # the request ends with an error
             tokens.append(int(logits[-1].argmax()))
         engine.model.tokenizer.decode(tokens)

@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -229,15 +230,15 @@ def _step_of(model: Model) -> StepShape:
 def _last_chunk(shape: StepShape, num_groups: int) -> RaggedBatch:
     """One sequence's last chunk: as many tokens as a step may have, at the end of the longest sequence."""
     count, length = shape.max_batch_tokens, shape.max_positions
-    positions = torch.arange(length - count, length)
+    positions = np.arange(length - count, length)
     return RaggedBatch(
-        input_ids=torch.zeros(count, dtype=torch.int64),
+        input_ids=np.zeros(count, np.int64),
         positions=positions,
-        query_starts=torch.tensor([0, count], dtype=torch.int32),
-        kv_lens=torch.tensor([length], dtype=torch.int32),
+        query_starts=np.array([0, count], np.int32),
+        kv_lens=np.array([length], np.int32),
         slots=(positions,) * num_groups,
-        block_tables=(torch.arange(length // 16, dtype=torch.int32)[None],) * num_groups,
-        logit_rows=torch.tensor([count - 1]),
+        block_tables=(np.arange(length // 16, dtype=np.int32)[None],) * num_groups,
+        logit_rows=np.array([count - 1]),
         max_query_len=count,
         max_kv_len=length,
     )

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from genbatch.nif.cuda_device import Device
 from genbatch.nif.free_memory import free_host_memory
 from genbatch.nif.kv.cache_size import gpu_memory
 from tests.nif.test_cores import V2_CONTAINER, V2_HOST
@@ -95,13 +96,13 @@ class Cuda:
     def empty_cache(self) -> None:
         self.reserved = self.allocated + 10  # the gaps in segments that still hold a tensor
 
-    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+    def mem_get_info(self, device: str) -> tuple[int, int]:
         return self.total - self.others - self.reserved, self.total
 
-    def memory_reserved(self, device: torch.device) -> int:
+    def memory_reserved(self, device: str) -> int:
         return self.reserved
 
-    def memory_allocated(self, device: torch.device) -> int:
+    def memory_allocated(self, device: str) -> int:
         return self.allocated
 
 
@@ -116,19 +117,19 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 
 
 def test_h08_what_torch_caches_on_a_gpu_is_free_for_the_pool(cuda: Cuda) -> None:
-    found = gpu_memory(torch.device("cuda", 0), collect=True)
+    found = gpu_memory(Device("cuda", 0), collect=True)
     assert found.usable == 24_000 - 500 - 15_900
     assert found.allocated == 15_900
 
 
 def test_a_running_service_keeps_its_cache_and_counts_it_as_free(cuda: Cuda) -> None:
-    found = gpu_memory(torch.device("cuda", 0), collect=False)
+    found = gpu_memory(Device("cuda", 0), collect=False)
     assert (cuda.reserved, cuda.in_cycles) == (23_400, 2_000)
     assert found.usable == 24_000 - 500 - 17_900
 
 
 def test_h08_an_error_says_where_the_memory_of_a_gpu_is(cuda: Cuda) -> None:
-    words = str(gpu_memory(torch.device("cuda", 1), collect=True))
+    words = str(gpu_memory(Device("cuda", 1), collect=True))
     assert words == (
         "cuda:1 has 24000 bytes: 7590 are free, tensors of this process take 15900, gaps between them 10, "
         "everything else 500"

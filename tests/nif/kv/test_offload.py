@@ -1,43 +1,49 @@
 """The host store keeps what it accepted, within its budget."""
 
+from collections.abc import Callable
+
+import numpy as np
 import pytest
 import torch
 
 from genbatch.nif.errors import BatchError, OptionError
 from genbatch.nif.kv.offload import HostBlockStore
+from genbatch.nif.runner import Content
 
 
-def test_h16_content_comes_back_as_it_was_put() -> None:
+@pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
+def test_h16_content_comes_back_as_it_was_put(kind: Callable[[np.ndarray], Content]) -> None:
     store = HostBlockStore(1024)
-    content = [torch.arange(64, dtype=torch.uint8).view(2, 32), torch.zeros(1, 16, dtype=torch.uint8)]
+    content = [kind(np.arange(64, dtype=np.uint8).reshape(2, 32)), kind(np.zeros((1, 16), np.uint8))]
     assert store.put("request", content)
     assert (store.bytes_used, len(store), "request" in store) == (80, 1, True)
     taken = store.take("request")
-    assert all(torch.equal(one, other) for one, other in zip(taken, content, strict=True))
+    assert all(np.array_equal(one, other) for one, other in zip(taken, content, strict=True))
     assert (store.bytes_used, len(store)) == (0, 0)
 
 
 def test_h16_a_full_store_refuses_and_keeps_what_it_has() -> None:
     store = HostBlockStore(100)
-    assert store.put(1, [torch.zeros(60, dtype=torch.uint8)])
-    assert not store.put(2, [torch.zeros(30, dtype=torch.uint8), torch.zeros(11, dtype=torch.uint8)])
-    assert store.put(3, [torch.zeros(40, dtype=torch.uint8)])
+    assert store.put(1, [np.zeros(60, np.uint8)])
+    assert not store.put(2, [np.zeros(30, np.uint8), np.zeros(11, np.uint8)])
+    assert store.put(3, [np.zeros(40, np.uint8)])
     assert (store.bytes_used, 1 in store, 2 in store) == (100, True, False)
     assert store.drop(1)
     assert not store.drop(1)
     assert store.bytes_used == 40
 
 
-def test_a_view_does_not_keep_its_whole_tensor_alive() -> None:
+def test_a_view_does_not_keep_all_that_it_is_a_view_of_alive() -> None:
     store = HostBlockStore(100)
-    store.put(1, [torch.zeros(1000, dtype=torch.uint8)[:10]])
-    [kept] = store.take(1)
-    assert kept.untyped_storage().nbytes() == 10
+    store.put(1, [torch.zeros(1000, dtype=torch.uint8)[:10], np.zeros(1000, np.uint8)[:10]])
+    tensor, array = store.take(1)
+    assert isinstance(tensor, torch.Tensor) and tensor.untyped_storage().nbytes() == 10
+    assert isinstance(array, np.ndarray) and array.base is None
 
 
 def test_mistakes_are_named() -> None:
     store = HostBlockStore(10)
-    store.put("a", [torch.zeros(1, dtype=torch.uint8)])
+    store.put("a", [np.zeros(1, np.uint8)])
     with pytest.raises(BatchError, match="'a' is swapped out already"):
         store.put("a", [])
     with pytest.raises(BatchError, match="'b' is not swapped out"):

@@ -65,7 +65,7 @@ def logits_of(path: Path) -> torch.Tensor:
     runner = native_runner(model, n_threads=1)
     try:
         runner.allocate([4] * len(runner.groups), 16)
-        return runner.forward(batch_of(TOKENS, len(runner.groups)))
+        return torch.as_tensor(runner.forward(batch_of(TOKENS, len(runner.groups))))
     finally:
         runner.close()
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import gguf
 import numpy as np
-import torch
 
 from genbatch.nif.runner import RaggedBatch
 
@@ -72,13 +71,13 @@ def batch_of(tokens: list[int], num_groups: int = 1) -> RaggedBatch:
     """One sequence in blocks of 16, at most four."""
     count = len(tokens)
     return RaggedBatch(
-        input_ids=torch.tensor(tokens),
-        positions=torch.arange(count),
-        query_starts=torch.tensor([0, count], dtype=torch.int32),
-        kv_lens=torch.tensor([count], dtype=torch.int32),
-        slots=(torch.arange(count),) * num_groups,
-        block_tables=(torch.arange(4, dtype=torch.int32)[None],) * num_groups,
-        logit_rows=torch.arange(count),
+        input_ids=np.array(tokens, np.int64),
+        positions=np.arange(count),
+        query_starts=np.array([0, count], np.int32),
+        kv_lens=np.array([count], np.int32),
+        slots=(np.arange(count),) * num_groups,
+        block_tables=(np.arange(4, dtype=np.int32)[None],) * num_groups,
+        logit_rows=np.arange(count),
         max_query_len=count,
         max_kv_len=count,
     )

@@ -265,7 +265,7 @@ def native_logits(directory: Path) -> torch.Tensor:
     assert model is not None
     with closing(native_runner(model)) as runner:
         runner.allocate([4], 16)
-        return runner.forward(batch_of(TOKENS))
+        return torch.as_tensor(runner.forward(batch_of(TOKENS)))
 
 
 def transformers_logits(directory: Path) -> torch.Tensor:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from genbatch.nif.cuda_device import CPU
 from genbatch.nif.errors import ModelError
 from genbatch.nif.models.architecture import shapes_of
 from genbatch.nif.models.architectures import ARCHITECTURES, layer_groups, max_position
@@ -20,8 +21,9 @@ from genbatch.nif.models.gguf_config import gguf_config, gguf_end_tokens
 from genbatch.nif.models.gguf_families import family_of
 from genbatch.nif.models.gguf_file import GgufFile, GgufWeights
 from genbatch.nif.models.model import _merged_experts, _merged_latents
+from genbatch.nif.models.rope import RopeTables
 from genbatch.nif.native.library import STORED_KINDS
-from genbatch.nif.native.model_weights import ModelWeights, RopeTables
+from genbatch.nif.native.model_weights import ModelWeights
 from genbatch.nif.native.runner import NativeRunner, native_runner
 from tests.nif.models.gguf_files import batch_of, put_tokenizer
 
@@ -477,7 +479,7 @@ def test_configuration_and_tensors_come_back(models: ModuleType, tmp_path: Path,
     assert described.norm_eps == pytest.approx(wanted.norm_eps)
     tables = [RopeTables(c, partial=wanted.partial_rotary, max_position=64).up_to(64) for c in (config, model.config)]
     for got, want in zip(*tables, strict=True):
-        assert torch.allclose(got.cosines, want.cosines, atol=1e-6)
+        assert np.allclose(got.cosines, want.cosines, atol=1e-6)
     weights = GgufWeights(file, config)
     stored = {key: weights.tensor(key).whole() for key in weights.names()} if name == "gpt_oss" else {}
     merged = _merged_experts(SimpleNamespace(model_class=type(model), config=config), stored)  # of a module
@@ -555,8 +557,8 @@ def described_file(name: str, model: Any, config: Any, weights: GgufWeights) -> 
         name=name,
         hf=model,
         config=config,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
+        device=CPU,
+        dtype="float32",
         groups=layer_groups(name, config),
         max_position=max_position(name, config),
         vocab_size=config.vocab_size,
@@ -577,7 +579,8 @@ def test_a_file_runs_natively_as_the_module_does(models: ModuleType, tmp_path: P
     with torch.inference_mode(), closing(native_runner(described)) as runner:
         runner.allocate([4] * len(described.groups), 16)
         expected = model(torch.tensor([tokens])).logits[0]
-        assert torch.allclose(runner.forward(batch_of(tokens, len(described.groups))), expected, atol=1e-3)
+        logits = torch.as_tensor(runner.forward(batch_of(tokens, len(described.groups))))
+        assert torch.allclose(logits, expected, atol=1e-3)
 
 
 def test_blocks_of_heads_in_turns_stay_blocks(models: ModuleType, tmp_path: Path) -> None:
@@ -601,7 +604,8 @@ def test_blocks_of_heads_in_turns_stay_blocks(models: ModuleType, tmp_path: Path
     with torch.inference_mode(), closing(NativeRunner(packed)) as runner:
         runner.allocate([4] * len(described.groups), 16)
         expected = model(torch.tensor([tokens])).logits[0]
-        assert torch.allclose(runner.forward(batch_of(tokens, len(described.groups))), expected, atol=1e-3)
+        logits = torch.as_tensor(runner.forward(batch_of(tokens, len(described.groups))))
+        assert torch.allclose(logits, expected, atol=1e-3)
 
 
 def test_rates_that_are_not_negative_are_refused(models: ModuleType, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from genbatch.nif.cuda_device import CPU
 from genbatch.nif.errors import ModelError
 from genbatch.nif.models.architectures import ARCHITECTURES, layer_groups, max_position
 from genbatch.nif.models.gguf_config import gguf_config
@@ -44,8 +45,8 @@ def packed(name: str, model: Any, path: Path) -> ModelWeights:
         name=name,
         hf=model,
         config=config,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
+        device=CPU,
+        dtype="float32",
         groups=layer_groups(name, config),
         max_position=max_position(name, config),
         vocab_size=config.vocab_size,
@@ -58,7 +59,7 @@ def packed(name: str, model: Any, path: Path) -> ModelWeights:
 def logits_of(weights: ModelWeights) -> torch.Tensor:
     with closing(NativeRunner(weights)) as runner:
         runner.allocate([4] * len(runner.groups), 16)
-        return runner.forward(batch_of(TOKENS, len(runner.groups)))
+        return torch.as_tensor(runner.forward(batch_of(TOKENS, len(runner.groups))))
 
 
 @pytest.mark.parametrize("name", ARCH)

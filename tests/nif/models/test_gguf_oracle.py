@@ -493,7 +493,7 @@ def test_an_adapter_over_types_of_blocks_equals_peft(tmp_path: Path) -> None:
         context.add_adapter(one)
         [prompt] = prompts_of(40)
         both = [Entry(slot, prompt, 0, Logits.ALL, handle) for slot, handle in enumerate((one.handle, 0))]
-        adapted, plain = context.eval(both)
+        adapted, plain = map(torch.as_tensor, context.eval(both))
     finally:
         context.close()
     hf: Any = file.hf

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 
@@ -31,7 +32,7 @@ def embeddings(directory: Path, texts: Sequence[str]) -> torch.Tensor:
         made.append(pooling.finish(rows.mean(0) if pooling.needs_every_state else rows[-1]))
         ctx.seq_rm(0)
     ctx.close()
-    return torch.stack(made)
+    return torch.from_numpy(np.stack(made))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -57,7 +58,7 @@ def scores(directory: Path, pairs: Sequence[tuple[str, str]]) -> torch.Tensor:
         made.append(pooling.finish(rows[-1], activates=False))
         ctx.seq_rm(0)
     ctx.close()
-    return torch.stack(made)
+    return torch.from_numpy(np.stack(made))
 
 
 @pytest.mark.filterwarnings("ignore")

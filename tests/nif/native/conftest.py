@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
-import torch
 
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.model import load_model
@@ -63,19 +63,21 @@ def layout() -> Callable[..., RaggedBatch]:
     def make(
         num_groups: int, parts: Sequence[tuple[int, Sequence[int], int]], capacity: int, block_size: int
     ) -> RaggedBatch:
-        table = torch.tensor([[(s + 1) * capacity - 1 - b for b in range(capacity)] for s, _, _ in parts])
-        positions = [torch.arange(past, past + len(tokens)) for _, tokens, past in parts]
+        table = np.array([[(s + 1) * capacity - 1 - b for b in range(capacity)] for s, _, _ in parts], np.int32)
+        positions = [np.arange(past, past + len(tokens)) for _, tokens, past in parts]
         pairs = zip(table, positions, strict=True)
-        slots = torch.cat([row[at // block_size] * block_size + at % block_size for row, at in pairs])
+        slots = np.concatenate(
+            [row[at // block_size].astype(np.int64) * block_size + at % block_size for row, at in pairs]
+        )
         lengths = [len(tokens) for _, tokens, _ in parts]
         return RaggedBatch(
-            input_ids=torch.tensor([token for _, tokens, _ in parts for token in tokens]),
-            positions=torch.cat(positions),
-            query_starts=torch.tensor([0, *lengths]).cumsum(0).int(),
-            kv_lens=torch.tensor([past + len(tokens) for _, tokens, past in parts], dtype=torch.int32),
+            input_ids=np.array([token for _, tokens, _ in parts for token in tokens], np.int64),
+            positions=np.concatenate(positions),
+            query_starts=np.cumsum([0, *lengths]).astype(np.int32),
+            kv_lens=np.array([past + len(tokens) for _, tokens, past in parts], np.int32),
             slots=(slots,) * num_groups,
-            block_tables=(table.int(),) * num_groups,
-            logit_rows=torch.arange(sum(lengths)),
+            block_tables=(table,) * num_groups,
+            logit_rows=np.arange(sum(lengths)),
             max_query_len=max(lengths),
             max_kv_len=max(past + len(tokens) for _, tokens, past in parts),
         )

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-import torch
+import numpy as np
+import numpy.typing as npt
 from transformers.utils.logging import disable_progress_bar
 
 from genbatch.nif.context.context import Context
@@ -59,8 +60,8 @@ FAMILIES: dict[str, Sequence[str] | None] = {
     "gemma4": ATTENTION,  # layers that share keys and values
 }
 # Kinds of weights, and of keys and values; None: the weights' own.
-KINDS = (("none", None), ("none", None), ("int8", None), ("none", torch.int8))
-Kind: TypeAlias = "tuple[str, torch.dtype | None]"
+KINDS = (("none", None), ("none", None), ("int8", None), ("none", "int8"))
+Kind: TypeAlias = "tuple[str, str | None]"
 TENANTS = ("one", "one", "one", "other")
 
 
@@ -97,7 +98,7 @@ class Family:
         context.add_adapter(adapter)
         return context, adapter.handle
 
-    def plain(self, kind: Kind, tokens: Sequence[int], adapted: bool) -> torch.Tensor:
+    def plain(self, kind: Kind, tokens: Sequence[int], adapted: bool) -> npt.NDArray[np.float32]:
         """The last token's logits, evaluated in one step by a context that reuses nothing."""
         if kind not in self._plain:
             self._plain[kind], _ = self.open_context(kind, shares=False, n_ctx=256, n_parallel=1, n_batch=256)
@@ -184,7 +185,7 @@ class World:
             self._context.seq_rm(1 - slot)
             [logits] = self._context.eval([entry])
         tokens += more
-        assert torch.equal(logits[-1], self._family.plain(self._kind, tokens, adapted)), f"after {len(tokens)}"
+        assert np.array_equal(logits[-1], self._family.plain(self._kind, tokens, adapted)), f"after {len(tokens)}"
         self.num_compared += 1
 
 

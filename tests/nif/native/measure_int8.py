@@ -16,7 +16,7 @@ import torch
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.model import describe_model
 from genbatch.nif.models.weight_source import StoredTensor
-from genbatch.nif.native import model_weights
+from genbatch.nif.native import layer_loader, model_weights
 from genbatch.nif.native.library import WEIGHT_F32, WEIGHT_I8, Linear
 from genbatch.nif.native.runner import NativeRunner
 
@@ -28,7 +28,7 @@ LINEARS = {"queries, keys, values": "q_proj", "attention's output": "o_proj", "g
 LINEARS |= {"down": "down_proj", "head": "embed_tokens"}
 
 
-class LeavesExact(model_weights.LayerLoader):
+class LeavesExact(layer_loader.LayerLoader):
     """Packs as int8 does, but what was chosen stays as exact as without it."""
 
     chosen: Chosen = staticmethod(lambda name: False)
@@ -39,11 +39,11 @@ class LeavesExact(model_weights.LayerLoader):
         return super()._pack(matrices, biases, **options)
 
 
-def log_probabilities(model: Model, windows: torch.Tensor, mode: str, kv: torch.dtype | None = None) -> torch.Tensor:
+def log_probabilities(model: Model, windows: torch.Tensor, mode: str, kv: str | None = None) -> torch.Tensor:
     """[tokens, vocab] of whole windows."""
     runner = NativeRunner(model_weights.ModelWeights(model, mode), kv_dtype=kv)
     runner.allocate([WINDOW // 16], 16)
-    found = [window_logits(runner, window, model.vocab_size).clone() for window in windows]
+    found = [window_logits(runner, window, model.vocab_size) for window in windows]
     runner.close()
     return torch.cat(found).log_softmax(-1)
 
@@ -59,9 +59,9 @@ def main() -> None:
     text = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))[CHARACTERS]
     windows = torch.tensor(model.tokenizer.encode(text))[: options.windows * WINDOW].view(-1, WINDOW)
     exact = log_probabilities(model, windows, "none")
-    model_weights.LayerLoader = LeavesExact  # type: ignore[misc]
+    layer_loader.LayerLoader = LeavesExact  # type: ignore[misc]
 
-    def report(name: str, chosen: Chosen = lambda name: False, kv: torch.dtype | None = None) -> None:
+    def report(name: str, chosen: Chosen = lambda name: False, kv: str | None = None) -> None:
         LeavesExact.chosen = staticmethod(chosen)
         found = log_probabilities(model, windows, "int8", kv)
         loss = (exact.exp() * (exact - found)).sum(-1)
@@ -70,7 +70,7 @@ def main() -> None:
         print(f"{name:26} {loss.mean():.5f}, {spread}, other token {other:.2f} %", flush=True)
 
     report("int8")
-    report("keys and values exact", kv=torch.float32)
+    report("keys and values exact", kv="float32")
     for name, part in LINEARS.items():
         report(f"{name} exact", lambda tensor, part=part: part in tensor)
     for layer in range(model.config.num_hidden_layers):

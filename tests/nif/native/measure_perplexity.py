@@ -9,6 +9,7 @@ import argparse
 import math
 from pydoc_data import topics
 
+import numpy as np
 import torch
 
 from genbatch.nif.models.model import describe_model, load_model
@@ -26,7 +27,8 @@ def window_logits(runner: Runner, window: torch.Tensor, vocab_size: int) -> torc
     """[tokens, vocab] of one window as a prompt."""
     plain = prefill_batch(vocab_size, WINDOW)
     fields = {name: getattr(plain, name) for name in plain.__dataclass_fields__}
-    return runner.forward(type(plain)(**{**fields, "input_ids": window, "logit_rows": torch.arange(WINDOW)}))
+    batch = type(plain)(**{**fields, "input_ids": window.numpy(), "logit_rows": np.arange(WINDOW)})
+    return torch.as_tensor(runner.forward(batch))
 
 
 def mean_nll(runner: Runner, tokens: torch.Tensor, vocab_size: int) -> float:
@@ -54,7 +56,7 @@ def main() -> None:
         dtype, quantize = ("float32", weights) if weights in ("int8", "int4") else (weights, "none")
         model = describe_model(options.model, dtype=dtype)  # as it is served: a GGUF file in its own blocks
         model = model or load_model(options.model, dtype=dtype, n_gpu_layers=0)
-        runner = native_runner(model, quantize=quantize, kv_dtype=getattr(torch, kv) if kv else None)
+        runner = native_runner(model, quantize=quantize, kv_dtype=kv or None)
         runner.allocate([WINDOW // 16], 16)
         tokens = torch.tensor(model.tokenizer.encode(text))[: options.windows * WINDOW]
         nll = mean_nll(runner, tokens, model.vocab_size)

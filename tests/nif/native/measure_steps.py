@@ -6,7 +6,7 @@ python tests/nif/native/measure_steps.py --mode int8 --batch 1 8 16 32 --prefill
 import argparse
 import time
 
-import torch
+import numpy as np
 
 from genbatch.nif.models.model import load_model
 from genbatch.nif.native.runner import native_runner
@@ -19,19 +19,19 @@ DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "int8": "float32"}
 def decode_batch(vocab_size: int, sequences: int, context: int, shared: int = 0) -> RaggedBatch:
     """The step in which every sequence gets its `context`-th position behind `shared` common ones, whole blocks."""
     blocks = -(-context // BLOCK_SIZE)
-    tables = torch.arange(sequences * blocks, dtype=torch.int32).view(sequences, blocks)
-    prefix = torch.arange(shared // BLOCK_SIZE, dtype=torch.int32) + sequences * blocks
-    tables = torch.cat((prefix.expand(sequences, -1), tables), dim=1)
+    tables = np.arange(sequences * blocks, dtype=np.int32).reshape(sequences, blocks)
+    prefix = np.arange(shared // BLOCK_SIZE, dtype=np.int32) + sequences * blocks
+    tables = np.concatenate((np.tile(prefix, (sequences, 1)), tables), axis=1)
     context += shared
     last = context - 1
     return RaggedBatch(
-        input_ids=torch.randint(vocab_size, (sequences,), generator=torch.Generator().manual_seed(1)),
-        positions=torch.full((sequences,), last),
-        query_starts=torch.arange(sequences + 1, dtype=torch.int32),
-        kv_lens=torch.full((sequences,), context, dtype=torch.int32),
-        slots=(tables[:, last // BLOCK_SIZE].long() * BLOCK_SIZE + last % BLOCK_SIZE,),
+        input_ids=np.random.default_rng(1).integers(vocab_size, size=sequences),
+        positions=np.full(sequences, last),
+        query_starts=np.arange(sequences + 1, dtype=np.int32),
+        kv_lens=np.full(sequences, context, np.int32),
+        slots=(tables[:, last // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + last % BLOCK_SIZE,),
         block_tables=(tables,),
-        logit_rows=torch.arange(sequences),
+        logit_rows=np.arange(sequences),
         max_query_len=1,
         max_kv_len=context,
     )
@@ -40,13 +40,13 @@ def decode_batch(vocab_size: int, sequences: int, context: int, shared: int = 0)
 def prefill_batch(vocab_size: int, length: int) -> RaggedBatch:
     """A prompt in one step, the last token's logits wanted."""
     return RaggedBatch(
-        input_ids=torch.randint(vocab_size, (length,), generator=torch.Generator().manual_seed(1)),
-        positions=torch.arange(length),
-        query_starts=torch.tensor([0, length], dtype=torch.int32),
-        kv_lens=torch.tensor([length], dtype=torch.int32),
-        slots=(torch.arange(length),),
-        block_tables=(torch.arange(-(-length // BLOCK_SIZE), dtype=torch.int32)[None],),
-        logit_rows=torch.tensor([length - 1]),
+        input_ids=np.random.default_rng(1).integers(vocab_size, size=length),
+        positions=np.arange(length),
+        query_starts=np.array([0, length], np.int32),
+        kv_lens=np.array([length], np.int32),
+        slots=(np.arange(length),),
+        block_tables=(np.arange(-(-length // BLOCK_SIZE), dtype=np.int32)[None],),
+        logit_rows=np.array([length - 1]),
         max_query_len=length,
         max_kv_len=length,
     )
@@ -54,7 +54,7 @@ def prefill_batch(vocab_size: int, length: int) -> RaggedBatch:
 
 def report(name: str, runner: Runner, batch: RaggedBatch, seconds: float) -> None:
     """Prints the fastest and the median step, and the least CPU time of the calling thread: all of it with one."""
-    tokens = batch.input_ids.numel()
+    tokens = batch.input_ids.size
     runner.forward(batch)
     walls, cpus = [], []
     end = time.perf_counter() + seconds

@@ -11,8 +11,10 @@ import tempfile
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import torch
 
+from genbatch.nif.cuda_device import CPU
 from genbatch.nif.models.architectures import layer_groups
 from genbatch.nif.native import model_weights
 from genbatch.nif.native.build import build_library, native_flags
@@ -28,19 +30,19 @@ BLOCKS = 14
 
 def batch(start: int, stop: int, shared: int = 0, groups: int = 1) -> RaggedBatch:
     """Two sequences, the second in the pool's last blocks, up to its last position; `shared` first blocks in common."""
-    tokens = torch.arange(start, stop)
-    table = torch.arange(2 * BLOCKS, dtype=torch.int32).view(2, BLOCKS)
+    tokens = np.arange(start, stop)
+    table = np.arange(2 * BLOCKS, dtype=np.int32).reshape(2, BLOCKS)
     table[1, :shared] = table[0, :shared]
-    slots = torch.cat([tokens, tokens + BLOCKS * BLOCK_SIZE])
+    slots = np.concatenate([tokens, tokens + BLOCKS * BLOCK_SIZE])
     size = stop - start
     return RaggedBatch(
-        input_ids=torch.cat([tokens, tokens + 200]),
-        positions=torch.cat([tokens, tokens]),
-        query_starts=torch.tensor([0, size, 2 * size], dtype=torch.int32),
-        kv_lens=torch.tensor([stop, stop], dtype=torch.int32),
+        input_ids=np.concatenate([tokens, tokens + 200]),
+        positions=np.concatenate([tokens, tokens]),
+        query_starts=np.array([0, size, 2 * size], np.int32),
+        kv_lens=np.array([stop, stop], np.int32),
         slots=(slots,) * groups,
         block_tables=(table,) * groups,
-        logit_rows=torch.arange(2 * size),
+        logit_rows=np.arange(2 * size),
         max_query_len=size,
         max_kv_len=stop,
     )
@@ -52,8 +54,8 @@ def run(runner: NativeRunner) -> None:
     runner.allocate([2 * BLOCKS] * groups, BLOCK_SIZE)
     for start, stop, shared in ((0, 33, 0), (33, 34, 0), (34, 69, 0), (69, BLOCKS * BLOCK_SIZE, 9)):
         logits, largest = runner.forward_largest(batch(start, stop, shared, groups), with_logits=True)
-        assert logits is not None and (logits.argmax(1).numpy() == largest.token_ids).all()
-        assert torch.isfinite(logits).all()
+        assert logits is not None and (logits.argmax(1) == largest.token_ids).all()
+        assert np.isfinite(logits).all()
     runner.close()
 
 
@@ -113,14 +115,14 @@ def main(sanitizers: str) -> None:
             groups = (LayerGroup(tuple(range(config.num_hidden_layers)), window),)
             if name == "qwen3_5":
                 groups = layer_groups(name, config)
-            dtype = torch.bfloat16 if mode == "bfloat16" else torch.float32
+            dtype = "bfloat16" if mode == "bfloat16" else "float32"
             model = SimpleNamespace(
                 name=name,
                 weights=None,
-                hf=model_class(config).to(dtype).eval().requires_grad_(False),
+                hf=model_class(config).to(getattr(torch, dtype)).eval().requires_grad_(False),
                 config=config,
                 dtype=dtype,
-                device=torch.device("cpu"),
+                device=CPU,
                 groups=groups,
                 vocab_size=config.vocab_size,
                 max_position=config.max_position_embeddings,
