@@ -241,7 +241,8 @@ class NativeRunner:
 
     def read_blocks(self, group: int, blocks: Sequence[int]) -> npt.NDArray[np.uint8]:
         """Return the blocks' content."""
-        return self._blocks(group)[:, list(blocks)].transpose(1, 0, 2).reshape(len(blocks), -1)
+        pool = self._blocks(group)
+        return pool[:, list(blocks)].transpose(1, 0, 2).reshape(len(blocks), pool.shape[0] * pool.shape[2])
 
     @property
     def kernels(self) -> str:
@@ -255,7 +256,7 @@ class NativeRunner:
     def write_blocks(self, group: int, blocks: Sequence[int], content: Content) -> None:
         """Write the content that `read_blocks` returned into blocks, which may be other blocks than before."""
         into = self._blocks(group)
-        into[:, list(blocks)] = np.asarray(content).reshape(len(blocks), len(into), -1).transpose(1, 0, 2)
+        into[:, list(blocks)] = np.asarray(content).reshape(len(blocks), *into.shape[::2]).transpose(1, 0, 2)
 
     def close(self) -> None:
         """Stops the threads and releases the KV pool; the weights stay for the next runner."""
