@@ -559,6 +559,7 @@ def described_file(name: str, model: Any, config: Any, weights: GgufWeights) -> 
         config=config,
         device=CPU,
         dtype="float32",
+        torch_dtype=torch.float32,
         groups=layer_groups(name, config),
         max_position=max_position(name, config),
         vocab_size=config.vocab_size,

@@ -47,6 +47,7 @@ def packed(name: str, model: Any, path: Path) -> ModelWeights:
         config=config,
         device=CPU,
         dtype="float32",
+        torch_dtype=torch.float32,
         groups=layer_groups(name, config),
         max_position=max_position(name, config),
         vocab_size=config.vocab_size,

@@ -115,13 +115,14 @@ def main(sanitizers: str) -> None:
             groups = (LayerGroup(tuple(range(config.num_hidden_layers)), window),)
             if name == "qwen3_5":
                 groups = layer_groups(name, config)
-            dtype = "bfloat16" if mode == "bfloat16" else "float32"
+            dtype = torch.bfloat16 if mode == "bfloat16" else torch.float32
             model = SimpleNamespace(
                 name=name,
                 weights=None,
-                hf=model_class(config).to(getattr(torch, dtype)).eval().requires_grad_(False),
+                hf=model_class(config).to(dtype).eval().requires_grad_(False),
                 config=config,
-                dtype=dtype,
+                dtype=str(dtype).removeprefix("torch."),
+                torch_dtype=dtype,
                 device=CPU,
                 groups=groups,
                 vocab_size=config.vocab_size,

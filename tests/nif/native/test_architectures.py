@@ -53,6 +53,7 @@ def described(models: ModuleType) -> Callable[[str, str], Any]:
             hf=hf,
             config=hf.config,
             dtype=str(hf.dtype).removeprefix("torch."),
+            torch_dtype=hf.dtype,
             device=CPU,
             groups=layer_groups(name, hf.config),
             vocab_size=hf.config.vocab_size,
