@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
-from genbatch.nif.runner import Largest, LayerGroup, RaggedBatch
+from genbatch.nif.runner import Content, Largest, LayerGroup, RaggedBatch
 
 VOCAB = 320
 # Prompts that hold these tokens do harm: a row of NaN, a step that raises, a process that dies.
@@ -50,7 +50,7 @@ def likeliest(value: int) -> int:
     return FIRST_PLAIN + value % (VOCAB - FIRST_PLAIN)
 
 
-def logits_after(values: Sequence[int | None]) -> torch.Tensor:
+def logits_after(values: Sequence[int | None]) -> npt.NDArray[np.float32]:
     """The rows of logits after histories with these hashes, [R, VOCAB] float32; NaN after those without one."""
     rows = np.zeros((len(values), VOCAB), np.float32)
     for row, value in enumerate(values):
@@ -58,7 +58,7 @@ def logits_after(values: Sequence[int | None]) -> torch.Tensor:
             rows[row] = np.nan
         else:
             rows[row, likeliest(value)] = LARGEST
-    return torch.from_numpy(rows)
+    return rows
 
 
 class HistoryRunner:
@@ -75,7 +75,6 @@ class HistoryRunner:
 
     name = "history"
     quantize = "none"
-    device = torch.device("cpu")
     vocab_size = VOCAB
     rows_are_invariant = True
 
@@ -101,7 +100,7 @@ class HistoryRunner:
         # Per group, by slot: block * block_size + offset.
         self._kv = [[_UNWRITTEN] * (count * block_size) for count in num_blocks]
 
-    def forward(self, batch: RaggedBatch) -> torch.Tensor:
+    def forward(self, batch: RaggedBatch) -> npt.NDArray[np.float32]:
         return logits_after(self._evaluate(batch))
 
     def _evaluate(self, batch: RaggedBatch) -> list[int | None]:
@@ -141,12 +140,12 @@ class HistoryRunner:
         for source, target in pairs:
             kv[self._slots(target)] = kv[self._slots(source)]
 
-    def read_blocks(self, group: int, blocks: Sequence[int]) -> torch.Tensor:
-        content = torch.tensor([self._kv[group][self._slots(block)] for block in blocks], dtype=torch.int64)
-        return content.reshape(len(blocks), -1).view(torch.uint8)
+    def read_blocks(self, group: int, blocks: Sequence[int]) -> npt.NDArray[np.uint8]:
+        content = np.array([self._kv[group][self._slots(block)] for block in blocks], np.int64)
+        return content.reshape(len(blocks), -1).view(np.uint8)
 
-    def write_blocks(self, group: int, blocks: Sequence[int], content: torch.Tensor) -> None:
-        held = content.contiguous().view(torch.int64).reshape(len(blocks), self._block_size, 3).tolist()
+    def write_blocks(self, group: int, blocks: Sequence[int], content: Content) -> None:
+        held = np.asarray(content).view(np.int64).reshape(len(blocks), self._block_size, 3).tolist()
         for block, kv in zip(blocks, held, strict=True):
             self._kv[group][self._slots(block)] = map(tuple, kv)
 
@@ -224,7 +223,7 @@ def _agreed(values: Sequence[int | None]) -> int | None:
 class LoopingRunner(HistoryRunner):
     """Goes round in twelve tokens, and now and then says another: what comes next was often there before."""
 
-    def forward(self, batch: RaggedBatch) -> torch.Tensor:
+    def forward(self, batch: RaggedBatch) -> npt.NDArray[np.float32]:
         values = self._evaluate(batch)
         last = batch.input_ids[batch.logit_rows].tolist()
         return logits_after(
@@ -238,7 +237,9 @@ class LoopingRunner(HistoryRunner):
 class ChoosingHistoryRunner(HistoryRunner):
     """As runners that tell each row's largest logit by the way."""
 
-    def forward_largest(self, batch: RaggedBatch, *, with_logits: bool) -> tuple[torch.Tensor | None, Largest]:
+    def forward_largest(
+        self, batch: RaggedBatch, *, with_logits: bool
+    ) -> tuple[npt.NDArray[np.float32] | None, Largest]:
         values = self._evaluate(batch)
         largest = Largest(
             np.array([np.nan if value is None else LARGEST for value in values], np.float32),

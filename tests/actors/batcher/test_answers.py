@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
@@ -19,6 +18,7 @@ from genbatch.actors.scheduling.request import LlmRequest
 from genbatch.actors.scheduling.scheduler import PauseOrder, SchedulerPolicy
 from genbatch.nif.context import Context
 from genbatch.nif.kv.kv_cache import KVCache
+from genbatch.nif.runner import Rows, host_copy
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest, PromptTooLong, QueueFull
 from genbatch.proto.messages import GenerateRequest, Message, Result, Token
@@ -356,7 +356,7 @@ async def test_a_step_that_fails_for_one_request_fails_that_request_alone(
     )
 
     class Poisoned(TorchRunner):
-        def forward(self, batch: Any) -> torch.Tensor:
+        def forward(self, batch: Any) -> Rows:
             if poison in batch.input_ids.tolist():
                 raise RuntimeError("illegal instruction")
             return super().forward(batch)
@@ -383,8 +383,8 @@ async def test_a_row_of_nan_fails_its_request_alone(tiny_model: TinyModel, oracl
     model = tiny_model("llama")
 
     class Broken(TorchRunner):
-        def forward(self, batch: Any) -> torch.Tensor:
-            logits = super().forward(batch).clone()
+        def forward(self, batch: Any) -> Rows:
+            logits = host_copy(super().forward(batch))
             starts = batch.query_starts.tolist()
             for row, token in enumerate(batch.logit_rows.tolist()):
                 owner = max(i for i, start in enumerate(starts) if start <= token)

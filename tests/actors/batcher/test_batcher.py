@@ -4,7 +4,6 @@ import threading
 from typing import Any
 
 import pytest
-import torch
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
@@ -18,6 +17,7 @@ from genbatch.actors.scheduling.plan import BatchingType
 from genbatch.actors.scheduling.request import Phase
 from genbatch.nif.context import Context
 from genbatch.nif.errors import OutOfBlocks
+from genbatch.nif.runner import Rows
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.nif.step_costs import StepWork
 from genbatch.nif.text.tokenizer import ChatPrompt, Tokenizer
@@ -534,7 +534,7 @@ async def test_a12_one_thread_touches_the_model(tiny_model: TinyModel) -> None:
     threads: set[str] = set()
 
     class Spy(TorchRunner):
-        def forward(self, batch: Any) -> torch.Tensor:
+        def forward(self, batch: Any) -> Rows:
             threads.add(threading.current_thread().name)
             return super().forward(batch)
 

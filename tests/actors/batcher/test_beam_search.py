@@ -14,6 +14,7 @@ from genbatch.actors.batcher.messages import Keep
 from genbatch.actors.scheduling.plan import BatchingType
 from genbatch.actors.scheduling.scheduler import SchedulerPolicy
 from genbatch.nif.models.loaded_model import Model
+from genbatch.nif.runner import Rows
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.proto.errors import EngineError, InvalidRequest, PromptTooLong
 from genbatch.proto.messages import Result
@@ -160,12 +161,12 @@ async def test_b16_kept_logits_and_logprobs_follow_each_beam(tiny_model: TinyMod
     context = keep.context_logits()
     assert context is not None
     expected = oracle("llama").log_probs(prompt)
-    torch.testing.assert_close(torch.log_softmax(context, -1), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(torch.log_softmax(torch.from_numpy(context), -1), expected, atol=1e-4, rtol=1e-4)
     for index, choice in enumerate(result.choices):
         rows = keep.generation_logits(index)
         assert rows is not None and len(rows) == len(choice.token_ids)
         truth = oracle("llama").log_probs(prompt + choice.token_ids)[len(prompt) - 1 : -1]
-        torch.testing.assert_close(torch.log_softmax(rows, -1), truth, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(torch.log_softmax(torch.from_numpy(rows), -1), truth, atol=1e-4, rtol=1e-4)
         for score, token, row in zip(choice.logprobs or [], choice.token_ids, truth, strict=True):
             assert score.logprob == pytest.approx(float(row[token]), abs=1e-4)
 
@@ -192,7 +193,7 @@ async def test_b16_a_search_that_fails_fails_alone(tiny_model: TinyModel, oracle
     model, prompt = tiny_model("llama"), prompt_of(5, 8)
 
     class Broken(TorchRunner):
-        def forward(self, batch: Any) -> torch.Tensor:
+        def forward(self, batch: Any) -> Rows:
             if 14 in batch.kv_lens.tolist():
                 raise RuntimeError("no such position")
             return super().forward(batch)

@@ -5,8 +5,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
-import torch
 import trio
 
 from genbatch.actors.batcher.batcher import Batcher
@@ -17,7 +18,7 @@ from genbatch.actors.runtime.actor import start
 from genbatch.clients.interface import TokenStream
 from genbatch.nif.context import Context
 from genbatch.nif.models.loaded_model import Model
-from genbatch.nif.runner import Largest, RaggedBatch
+from genbatch.nif.runner import Content, Largest, RaggedBatch
 from genbatch.proto.messages import GenerateRequest, Token
 
 TinyModel = Callable[[str], Model]
@@ -37,7 +38,6 @@ class IdleRunner:
 
     name = "idle"
     quantize = "none"
-    device = torch.device("cpu")
 
     def __init__(self, model: Model) -> None:
         self.vocab_size = model.vocab_size
@@ -50,24 +50,26 @@ class IdleRunner:
     def allocate(self, num_blocks: Sequence[int], block_size: int) -> None:
         pass
 
-    def forward(self, batch: RaggedBatch) -> torch.Tensor:
+    def forward(self, batch: RaggedBatch) -> npt.NDArray[np.float32]:
         raise AssertionError("greedy decoding asks for no logits")
 
-    def forward_largest(self, batch: RaggedBatch, *, with_logits: bool) -> tuple[torch.Tensor | None, Largest]:
+    def forward_largest(
+        self, batch: RaggedBatch, *, with_logits: bool
+    ) -> tuple[npt.NDArray[np.float32] | None, Largest]:
         assert not with_logits
         if batch.max_query_len == 1:
-            for _ in range(batch.kv_lens.numel()):
+            for _ in range(len(batch.kv_lens)):
                 self.read.acquire()
-        ones = torch.ones(batch.logit_rows.numel())
-        return None, Largest(ones.numpy(), (5 * ones).int().numpy())
+        rows = len(batch.logit_rows)
+        return None, Largest(np.ones(rows, np.float32), np.full(rows, 5, np.int32))
 
     def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
         pass
 
-    def read_blocks(self, group: int, blocks: Sequence[int]) -> torch.Tensor:
+    def read_blocks(self, group: int, blocks: Sequence[int]) -> Content:
         raise AssertionError
 
-    def write_blocks(self, group: int, blocks: Sequence[int], content: torch.Tensor) -> None:
+    def write_blocks(self, group: int, blocks: Sequence[int], content: Content) -> None:
         raise AssertionError
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ from genbatch.actors.scheduling.request import RequestList, split_by_phase
 from genbatch.actors.scheduling.scheduler import RequestScheduler, SchedulerOutput, SchedulerPolicy
 from genbatch.nif.context import Context
 from genbatch.nif.models.loaded_model import Model
+from genbatch.nif.runner import Rows
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.proto.errors import EngineError, Unavailable
 from genbatch.proto.messages import GenerateRequest, Result, Token
@@ -42,7 +43,7 @@ class TracedRunner(TorchRunner):
         self.forwards = 0
         self.gate: Callable[[int], None] = lambda forward: None
 
-    def forward(self, batch: Any) -> torch.Tensor:
+    def forward(self, batch: Any) -> Rows:
         self.forwards += 1
         self.gate(self.forwards)
         return super().forward(batch)
@@ -415,7 +416,7 @@ async def test_a_row_that_is_not_finite_ends_its_own_request_while_steps_overlap
         [want, _], _ = await gather(bench, [good, bad])
         before, results = bench.runner.launches, []
 
-        def spoil(launch: int, logits: torch.Tensor) -> None:
+        def spoil(launch: int, logits: Rows) -> None:
             if launch == before + 7:
                 logits[1, 3] = float("inf")
 

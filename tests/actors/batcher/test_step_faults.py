@@ -19,6 +19,7 @@ from genbatch.actors.runtime.actor import ActorRef
 from genbatch.actors.runtime.supervisor import ChildSpec, Supervisor
 from genbatch.nif.context import Context
 from genbatch.nif.models.loaded_model import Model
+from genbatch.nif.runner import Rows
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.nif.text.tokenizer import Tokenizer
 from genbatch.proto.errors import EngineError, GenbatchError, Unavailable
@@ -33,7 +34,7 @@ class Faulty(TorchRunner):
         super().__init__(model)
         self._fault = fault
 
-    def forward(self, batch: Any) -> torch.Tensor:
+    def forward(self, batch: Any) -> Rows:
         is_rehearsal = not batch.input_ids.any()
         error = None if is_rehearsal else self._fault(batch)
         if error is not None:

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import torch
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
@@ -27,7 +26,7 @@ from genbatch.actors.scheduling.scheduler import SchedulerPolicy
 from genbatch.nif.context import Context
 from genbatch.nif.errors import OptionError
 from genbatch.nif.models.loaded_model import Model
-from genbatch.nif.runner import RaggedBatch
+from genbatch.nif.runner import RaggedBatch, Rows
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.proto.errors import DeadlineExceeded, GenbatchError
 from genbatch.proto.messages import GenerateRequest, Message, Token
@@ -50,7 +49,7 @@ class FaultyRunner(TorchRunner):
         self._rng = rng
         self.is_faulty = False  # while the Batcher opens
 
-    def forward(self, batch: RaggedBatch) -> torch.Tensor:
+    def forward(self, batch: RaggedBatch) -> Rows:
         if self.is_faulty and (7 in batch.input_ids.tolist() or self._rng.random() < 0.03):
             raise RuntimeError("a planted fault")
         return super().forward(batch)
