@@ -225,7 +225,7 @@ class TritonRunner:
             if logits is None and self._prompt_graphs is not None:
                 logits = self._prompt_graphs.run(step)
             if logits is not None:
-                return logits
+                return rows_of(logits)
         every_row = torch.equal(step.logit_rows, torch.arange(len(step.input_ids)))
         return rows_of(self._run(self._upload.upload(step), every_row))
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import torch
 
 from genbatch.nif.models.loaded_model import Model
@@ -41,7 +42,7 @@ def measure(
 ) -> None:
     """Prints a row for each number of adapters."""
     plain = decode_batch(vocab_size, batch_size, context)
-    owners = {count: torch.arange(batch_size) % count + 1 for count in counts}
+    owners = {count: np.arange(batch_size) % count + 1 for count in counts}
     batches = {0: plain, **{count: replace(plain, adapters=owner) for count, owner in owners.items()}}
     walls: dict[int, list[float]] = {count: [] for count in batches}
     for batch in batches.values():

@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-import torch
-
 from genbatch.nif.context import Context
 from genbatch.nif.engine_options import MOST_CAPTURED_TOKENS, GraphOptions
 from genbatch.nif.models.loaded_model import Model
-from genbatch.nif.runner import Entry, Logits
+from genbatch.nif.runner import Entry, Logits, Rows
 from genbatch.nif.runners.triton_runner import TritonRunner
 from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.sampler import Sampled, SamplerState
@@ -202,7 +200,7 @@ def time_forwards(context: Context) -> list[float]:
     launches: list[float] = []
     forward = context.runner.forward
 
-    def timed(batch: Any) -> torch.Tensor:
+    def timed(batch: Any) -> Rows:
         begin = time.perf_counter()
         logits = forward(batch)
         launches.append(time.perf_counter() - begin)

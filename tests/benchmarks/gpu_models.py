@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
 
+from genbatch.nif.cuda_device import Device
 from genbatch.nif.models.architectures import layer_groups
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.self_check import probe_layers
@@ -60,8 +61,8 @@ def build_model(name: str, config: PreTrainedConfig, device: torch.device, dtype
         hf=hf,
         config=config,
         tokenizer=unused,
-        dtype=dtype,
-        device=device,
+        dtype=str(dtype).removeprefix("torch."),
+        device=Device(device.type, device.index),
         groups=groups,
         layers=layers,
         vocab_size=vocab_size,
@@ -77,4 +78,4 @@ def bytes_per_step(model: Model, batch_size: int, context: int) -> int:
     if hf.lm_head.weight is not hf.model.embed_tokens.weight:
         weights -= hf.model.embed_tokens.weight.nbytes  # of which a step reads batch_size rows
     per_position = sum(shape.num_kv_heads * (shape.key_dim + shape.value_dim) for shape in model.layers)
-    return weights + batch_size * context * per_position * model.dtype.itemsize
+    return weights + batch_size * context * per_position * model.torch_dtype.itemsize

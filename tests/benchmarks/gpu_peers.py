@@ -56,7 +56,7 @@ def peer_static_cache(model: Model, plan: Plan, batch_size: int) -> float:
     """Answer tokens a second of `generate` with a static cache, prefill included."""
     hf: Any = model.hf
     hf.set_attn_implementation("sdpa")
-    ids = torch.randint(model.vocab_size, (batch_size, plan.context), device=model.device)
+    ids = torch.randint(model.vocab_size, (batch_size, plan.context), device=model.torch_device)
     options = {
         "max_new_tokens": plan.steps,
         "min_new_tokens": plan.steps,
@@ -66,10 +66,10 @@ def peer_static_cache(model: Model, plan: Plan, batch_size: int) -> float:
     }
     try:
         for _ in range(2):  # the first compiles and allocates
-            synchronize(model.device)
+            synchronize(model.torch_device)
             begin = time.perf_counter()
             hf.generate(ids, attention_mask=torch.ones_like(ids), **options)
-            synchronize(model.device)
+            synchronize(model.torch_device)
             elapsed = time.perf_counter() - begin
     finally:
         hf.set_attn_implementation(ATTENTION_NAME)

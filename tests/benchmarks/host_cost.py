@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from statistics import median
 
-import torch
+import numpy as np
 import trio
 
 from genbatch.actors.batcher.batcher import Batcher
@@ -28,7 +28,8 @@ from genbatch.clients.interface import TokenStream
 from genbatch.nif.context import Context
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.model import load_model
-from genbatch.nif.runner import Largest, RaggedBatch
+from genbatch.nif.runner import Content, Largest, RaggedBatch
+from genbatch.nif.sampling.draw import Floats
 from genbatch.proto.messages import GenerateRequest
 
 
@@ -37,16 +38,15 @@ class IdleRunner:
 
     name = "idle"
     quantize = "none"
-    device = torch.device("cpu")
 
     def __init__(self, model: Model, max_rows: int, forward_s: float = 0.0) -> None:
         self._forward_s = forward_s
         self.vocab_size = model.vocab_size
         self.groups = model.groups
-        logits = torch.randn(max_rows, model.vocab_size, generator=torch.Generator().manual_seed(1))
-        values, token_ids = (tensor.numpy() for tensor in logits.max(dim=1))
+        logits = np.random.default_rng(1).standard_normal((max_rows, model.vocab_size), np.float32)
+        values, token_ids = logits.max(1), logits.argmax(1)
         self._logits = [logits[:rows] for rows in range(max_rows + 1)]
-        self._largest = [Largest(values[:rows], token_ids.astype("int32")[:rows]) for rows in range(max_rows + 1)]
+        self._largest = [Largest(values[:rows], token_ids.astype(np.int32)[:rows]) for rows in range(max_rows + 1)]
         self.decodes = 0  # forwards of single tokens, and the model thread's CPU time at the first and the last one
         self.first = self.last = 0.0
 
@@ -57,16 +57,16 @@ class IdleRunner:
     def allocate(self, num_blocks: Sequence[int], block_size: int) -> None:
         """Nothing to allocate."""
 
-    def forward(self, batch: RaggedBatch) -> torch.Tensor:
+    def forward(self, batch: RaggedBatch) -> Floats:
         """The prepared logits."""
         time.sleep(self._forward_s)  # as a thread that waits for a GPU
         if batch.max_query_len == 1:
             self.decodes += 1
             self.last = time.thread_time()
             self.first = self.first if self.decodes > 1 else self.last
-        return self._logits[batch.logit_rows.numel()]
+        return self._logits[len(batch.logit_rows)]
 
-    def forward_largest(self, batch: RaggedBatch, *, with_logits: bool) -> tuple[torch.Tensor | None, Largest]:
+    def forward_largest(self, batch: RaggedBatch, *, with_logits: bool) -> tuple[Floats | None, Largest]:
         """The prepared logits and what is largest in them."""
         logits = self.forward(batch)
         return logits if with_logits else None, self._largest[len(logits)]
@@ -74,11 +74,11 @@ class IdleRunner:
     def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
         """Nothing to copy."""
 
-    def read_blocks(self, group: int, blocks: Sequence[int]) -> torch.Tensor:
+    def read_blocks(self, group: int, blocks: Sequence[int]) -> Content:
         """Nothing is kept."""
-        return torch.empty(0)
+        return np.empty((0, 0), np.uint8)
 
-    def write_blocks(self, group: int, blocks: Sequence[int], content: torch.Tensor) -> None:
+    def write_blocks(self, group: int, blocks: Sequence[int], content: Content) -> None:
         """Nothing is kept."""
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from math import prod
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-import torch
+import numpy as np
 from transformers import PreTrainedConfig
 
 from genbatch.nif.engine_options import GraphOptions
@@ -72,21 +72,21 @@ def decode_step(config: PreTrainedConfig, rows: int, context: int, quantize: str
         graphs = GraphOptions(max_batch_size=rows, q_padding_interval_size=rows)
         runner = TritonRunner(model, graphs=graphs, longest=blocks * BLOCK_SIZE, quantize=quantize)
         runner.allocate([rows * blocks], BLOCK_SIZE)
-        table = torch.arange(rows * blocks, dtype=torch.int32).view(rows, blocks)
+        table = np.arange(rows * blocks, dtype=np.int32).reshape(rows, blocks)
         position = blocks * BLOCK_SIZE - 1
         batch = RaggedBatch(
-            input_ids=torch.zeros(rows, dtype=torch.int64),
-            positions=torch.full((rows,), position),
-            query_starts=torch.arange(rows + 1, dtype=torch.int32),
-            kv_lens=torch.full((rows,), position + 1, dtype=torch.int32),
-            slots=(table[:, -1].long() * BLOCK_SIZE + BLOCK_SIZE - 1,),
+            input_ids=np.zeros(rows, np.int64),
+            positions=np.full(rows, position),
+            query_starts=np.arange(rows + 1, dtype=np.int32),
+            kv_lens=np.full(rows, position + 1, np.int32),
+            slots=(table[:, -1].astype(np.int64) * BLOCK_SIZE + BLOCK_SIZE - 1,),
             block_tables=(table,),
-            logit_rows=torch.arange(rows),
+            logit_rows=np.arange(rows),
             max_query_len=1,
             max_kv_len=position + 1,
         )
         begin = len(gpu.operations)
-        runner.launch(batch, torch.zeros((rows, 5), dtype=torch.float64), None).wait()
+        runner.launch(batch, np.zeros((rows, 5)), None).wait()
         made = gpu.operations[begin:]
         runner.close()
     return made

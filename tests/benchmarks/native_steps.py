@@ -4,7 +4,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 
-import torch
+import numpy as np
 
 from genbatch.nif.models.model import describe_model
 from genbatch.nif.native.runner import native_runner
@@ -53,29 +53,27 @@ class Ours:
         """A step that evaluates the same positions of sequences."""
         count, length = len(seq_ids), end - start
         tables = {recurs: self._tables(seq_ids, end, recurs) for recurs in self._recurs}
-        positions = torch.arange(start, end).repeat(count)
-        entries = torch.arange(count).repeat_interleave(length)
+        positions = np.tile(np.arange(start, end), count)
+        entries = np.repeat(np.arange(count), length)
         slots = {
-            recurs: table[entries, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
+            recurs: table[entries, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
             for recurs, table in tables.items()
         }
         return RaggedBatch(
-            input_ids=torch.randint(
-                self._vocab_size, (count * length,), generator=torch.Generator().manual_seed(start)
-            ),
+            input_ids=np.random.default_rng(start).integers(self._vocab_size, size=count * length),
             positions=positions,
-            query_starts=torch.arange(0, count * length + 1, length, dtype=torch.int32),
-            kv_lens=torch.full((count,), end, dtype=torch.int32),
+            query_starts=np.arange(0, count * length + 1, length, dtype=np.int32),
+            kv_lens=np.full(count, end, np.int32),
             slots=tuple(slots[recurs] for recurs in self._recurs),
             block_tables=tuple(tables[recurs] for recurs in self._recurs),
-            logit_rows=torch.arange(length - 1, count * length, length),
+            logit_rows=np.arange(length - 1, count * length, length),
             max_query_len=length,
             max_kv_len=end,
         )
 
-    def _tables(self, seq_ids: Sequence[int], end: int, recurs: bool) -> torch.Tensor:
+    def _tables(self, seq_ids: Sequence[int], end: int, recurs: bool) -> np.ndarray:
         """Blocks by sequence; states of a decoded sequence take turns in KEPT_STATES blocks, as behind a window."""
-        blocks = torch.arange(-(-end // BLOCK_SIZE), dtype=torch.int32)[None]
+        blocks = np.arange(-(-end // BLOCK_SIZE), dtype=np.int32)[None]
         if recurs and end <= CONTEXT:
-            return blocks % KEPT_STATES + KEPT_STATES * torch.tensor(seq_ids, dtype=torch.int32)[:, None]
-        return blocks + self._blocks * torch.tensor(seq_ids, dtype=torch.int32)[:, None]
+            return blocks % KEPT_STATES + KEPT_STATES * np.array(seq_ids, np.int32)[:, None]
+        return blocks + self._blocks * np.array(seq_ids, np.int32)[:, None]

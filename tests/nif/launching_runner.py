@@ -4,21 +4,21 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from genbatch.nif.models.loaded_model import Model
-from genbatch.nif.runner import Launched, RaggedBatch
+from genbatch.nif.runner import Launched, RaggedBatch, Rows
 from genbatch.nif.runners.torch_runner import TorchRunner
-from genbatch.nif.sampling.draw import SamplingParams, draw
+from genbatch.nif.sampling.draw import Floats, SamplingParams, draw
 from genbatch.nif.sampling.sampler import Sampled, SamplerState, sample
 
 
 class LaunchedTokens:
     """A launched step's tokens. Implements `Launched`."""
 
-    def __init__(
-        self, number: int, logits: torch.Tensor, tokens: list[int | None], on_wait: Callable[[int], None]
-    ) -> None:
+    def __init__(self, number: int, logits: Floats, tokens: list[int | None], on_wait: Callable[[int], None]) -> None:
         self.number = number
         self.tokens = tokens
         self._logits = logits
@@ -47,21 +47,22 @@ class LaunchingTorchRunner(TorchRunner):
         self.trace: list[tuple[str, int]] = []
         self.forwards = 0
         self.launches = 0
-        self.spoil: Callable[[int, torch.Tensor], None] = lambda launch, logits: None  # may change or raise
+        self.spoil: Callable[[int, Floats], None] = lambda launch, logits: None  # may change or raise
         self.gate: Callable[[int], None] = lambda launch: None  # holds a wait up, or raises
 
-    def forward(self, batch: RaggedBatch) -> torch.Tensor:
+    def forward(self, batch: RaggedBatch) -> Rows:
         self.forwards += 1
         return super().forward(batch)
 
     @torch.inference_mode()
-    def launch(self, batch: RaggedBatch, draws: torch.Tensor, after: Launched | None) -> LaunchedTokens:
+    def launch(self, batch: RaggedBatch, draws: npt.NDArray[np.float64], after: Launched | None) -> LaunchedTokens:
         self.launches += 1
         self.trace.append(("launch", self.launches))
         if after is not None:
             assert isinstance(after, LaunchedTokens) and after.number == self.launches - 1
-            batch = dataclasses.replace(batch, input_ids=torch.tensor([token or 0 for token in after.tokens]))
+            batch = dataclasses.replace(batch, input_ids=np.array([token or 0 for token in after.tokens]))
         logits = self.forward(batch)
+        assert isinstance(logits, np.ndarray)
         self.spoil(self.launches, logits)
         return LaunchedTokens(self.launches, logits, _draw(logits, draws), self._wait)
 
@@ -70,15 +71,15 @@ class LaunchingTorchRunner(TorchRunner):
         self.trace.append(("wait", launch))
 
 
-def _draw(logits: torch.Tensor, draws: torch.Tensor) -> list[int | None]:
+def _draw(logits: Floats, draws: npt.NDArray[np.float64]) -> list[int | None]:
     tokens: list[int | None] = []
     for row, (temperature, top_k, top_p, min_p, point) in zip(logits, draws.tolist(), strict=True):
         best = row.max()
-        if not best.isfinite():
+        if not np.isfinite(best):
             tokens.append(None)
         elif temperature == 0.0:
             tokens.append(int(row.argmax()))
         else:
             params = SamplingParams(seed=0, temperature=temperature, top_k=int(top_k), top_p=top_p, min_p=min_p)
-            tokens.append(int(draw(row[None], best[None], [params], [point])))
+            tokens.append(int(draw(row[None], best[None], [params], [point])[0]))
     return tokens

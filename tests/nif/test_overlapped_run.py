@@ -11,7 +11,7 @@ from genbatch.nif.context.runs import OverlappedRun
 from genbatch.nif.errors import DeviceFault, OutOfBlocks
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runner import Entry
-from genbatch.nif.sampling.draw import SamplingParams
+from genbatch.nif.sampling.draw import Floats, SamplingParams
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
 from tests.nif.launching_runner import LaunchingTorchRunner
 
@@ -156,7 +156,7 @@ def test_a_row_that_is_not_finite_faults_alone_and_the_others_go_on(tiny_model: 
     expected = single_steps(begin(model, MIXED)[0], MIXED, 8)
     context, runner = begin(model, MIXED)
 
-    def spoil(launch: int, logits: torch.Tensor) -> None:
+    def spoil(launch: int, logits: Floats) -> None:
         if launch == 4:
             logits[2, 7] = float("nan")
 
@@ -209,7 +209,7 @@ def test_what_a_run_generated_is_found_again_by_content(tiny_model: TinyModel) -
     assert context.attach_prefix(4, [*text, 9]) == held // BLOCK_SIZE * BLOCK_SIZE
     reused = context.prefill([*text, 9][context.kv.length(4) :], 4, context.kv.length(4))
     fresh, _ = begin(model, [])
-    torch.testing.assert_close(reused, fresh.prefill([*text, 9], 0, 0), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(*map(torch.as_tensor, (reused, fresh.prefill([*text, 9], 0, 0))), rtol=1e-4, atol=1e-4)
     context.kv.check_integrity()
 
 
@@ -317,7 +317,7 @@ def test_a_device_that_fails_is_not_taken_for_a_step_that_left_no_trace(tiny_mod
 def test_a_launch_that_fails_is_undone_and_told_after_the_tokens_before_it(tiny_model: TinyModel) -> None:
     context, runner = begin(tiny_model("llama"), GREEDY)
 
-    def spoil(launch: int, logits: torch.Tensor) -> None:
+    def spoil(launch: int, logits: Floats) -> None:
         if launch == 3:
             raise MemoryError
 
@@ -335,7 +335,7 @@ def test_a_launch_that_fails_is_undone_and_told_after_the_tokens_before_it(tiny_
 def test_a_first_launch_that_fails_leaves_no_trace(tiny_model: TinyModel) -> None:
     context, runner = begin(tiny_model("llama"), GREEDY)
 
-    def spoil(launch: int, logits: torch.Tensor) -> None:
+    def spoil(launch: int, logits: Floats) -> None:
         raise ValueError
 
     runner.spoil = spoil

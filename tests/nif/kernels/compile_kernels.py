@@ -28,8 +28,8 @@ from genbatch.nif.kernels.linear import HeadShape, Residual, Rotation, TileLinea
 from genbatch.nif.kernels.lora import LoraParts, NormedRows, lora_delta
 from genbatch.nif.kernels.paged_attention import AttentionSetting, paged_attention, plan_shares
 from genbatch.nif.kernels.sample import draw_tokens, edit_logits, gather_logprobs, next_tokens
-from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.device_draws import row_edits
+from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.sampler import SamplerState
 from tests.nif.kernels.offline_compiler import SHARED_MEMORY, Compiled, record, target
 

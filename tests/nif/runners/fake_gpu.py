@@ -320,6 +320,7 @@ class FakeGpu:
 
     def model(self, config: Any, *, dtype: torch.dtype = torch.float16) -> Any:
         """A model of this configuration, all of its weights on the GPU and none of them anything."""
+        from genbatch.nif.cuda_device import Device
         from genbatch.nif.models.architectures import layer_groups
         from genbatch.nif.models.loaded_model import Model
         from genbatch.nif.runner import LayerShape
@@ -347,8 +348,8 @@ class FakeGpu:
             hf=hf,
             config=config,
             tokenizer=unused,
-            dtype=dtype,
-            device=CUDA,
+            dtype=str(dtype).removeprefix("torch."),
+            device=Device(CUDA.type, CUDA.index),
             groups=layer_groups("fake", config),
             layers=(shape,) * config.num_hidden_layers,
             vocab_size=config.vocab_size,

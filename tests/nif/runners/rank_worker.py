@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-import torch
+import numpy as np
 
 from genbatch.nif.context.engine import load_engine
 from genbatch.nif.context.tensor_parallel import follow
@@ -25,7 +25,7 @@ def main() -> None:
     seen: list[list[int]] = []
     if rank:
         try:
-            follow(options, rank, on_step=lambda logits: seen.append(logits.argmax(dim=-1).tolist()))
+            follow(options, rank, on_step=lambda logits: seen.append(logits.argmax(-1).tolist()))
         except RuntimeError:  # rank 0 has left
             path.write_text(json.dumps(seen))
         os._exit(0)
@@ -34,8 +34,8 @@ def main() -> None:
     tokens = [engine.model.tokenizer.encode(prompt) for prompt in PROMPTS]
     entries = [Entry(seq_id, prompt, 0) for seq_id, prompt in enumerate(tokens)]
     for _ in range(NUM_TOKENS):
-        logits = torch.cat(context.eval(entries))
-        seen.append(logits.argmax(dim=-1).tolist())
+        logits = np.concatenate(context.eval(entries))
+        seen.append(logits.argmax(-1).tolist())
         entries = [
             Entry(entry.seq_id, (token,), entry.n_past + len(entry.tokens))
             for entry, token in zip(entries, seen[-1], strict=True)

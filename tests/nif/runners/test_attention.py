@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genbatch.nif.runner import LayerGroup, RaggedBatch
+from genbatch.nif.runner import LayerGroup
 from genbatch.nif.runners.attention import AttentionCall, LayerPool, TorchStep, paged_attention
+from genbatch.nif.runners.tensor_batch import TensorBatch
 
 BLOCK_SIZE = 4
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 8, 8
@@ -75,7 +76,7 @@ class Scene:
         self.query = torch.randn(total, HEADS, DIM, generator=generator)
         self.sinks = torch.randn(HEADS, generator=generator)
         starts = torch.tensor([0, *(new for _, new in parts)]).cumsum(0).int()
-        self.batch = RaggedBatch(
+        self.batch = TensorBatch(
             input_ids=torch.zeros(total, dtype=torch.int64),
             positions=torch.cat([torch.arange(past, past + new) for past, new in parts]),
             query_starts=starts,

@@ -7,17 +7,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genbatch.nif.runner import RaggedBatch
 from genbatch.nif.runners.launches import BatchUpload, DecodeStep, packed_size
+from genbatch.nif.runners.tensor_batch import TensorBatch
 
 
-def batch_of(num_tokens: int, num_entries: int, num_groups: int, seed: int) -> RaggedBatch:
+def batch_of(num_tokens: int, num_entries: int, num_groups: int, seed: int) -> TensorBatch:
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.randint(1000, shape, generator=generator).to(dtype)
 
-    return RaggedBatch(
+    return TensorBatch(
         input_ids=random(num_tokens),
         positions=random(num_tokens),
         query_starts=random(num_entries + 1, dtype=torch.int32),
@@ -31,8 +31,8 @@ def batch_of(num_tokens: int, num_entries: int, num_groups: int, seed: int) -> R
     )
 
 
-def assert_equal(left: RaggedBatch, right: RaggedBatch) -> None:
-    for field in dataclasses.fields(RaggedBatch):
+def assert_equal(left: TensorBatch, right: TensorBatch) -> None:
+    for field in dataclasses.fields(TensorBatch):
         ours, theirs = getattr(left, field.name), getattr(right, field.name)
         if ours is None or isinstance(ours, int):
             assert ours == theirs

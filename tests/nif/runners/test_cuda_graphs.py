@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from genbatch.nif.engine_options import GraphKey, GraphOptions
 from genbatch.nif.errors import OptionError
-from genbatch.nif.runner import RaggedBatch
 from genbatch.nif.runners.launches import DecodeStep, GraphCache, empty_step, graph_key, pad_decodes, pad_step
+from genbatch.nif.runners.tensor_batch import TensorBatch
 
 MAX_POSITION = 5000
 
 
-def decodes(num_tokens: int, max_kv_len: int = 40, width: int = 4) -> RaggedBatch:
-    return RaggedBatch(
+def decodes(num_tokens: int, max_kv_len: int = 40, width: int = 4) -> TensorBatch:
+    return TensorBatch(
         input_ids=torch.arange(num_tokens) + 7,
         positions=torch.arange(num_tokens),
         query_starts=torch.arange(num_tokens + 1, dtype=torch.int32),

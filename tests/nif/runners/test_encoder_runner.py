@@ -32,7 +32,7 @@ def test_a_text_survives_sharing_copies_and_a_stay_on_the_host(tmp_path: Path, t
     def embedding(seq_id: int, start: int) -> torch.Tensor:
         entry = Entry(seq_id, text[start:], start, Logits.LAST_STATE)
         [[row]] = ctx.step_and_read([entry], [None], lambda rows, _: rows)
-        return row
+        return torch.as_tensor(row)
 
     expected = embedding(0, 0)
     ctx.seq_rm(0)

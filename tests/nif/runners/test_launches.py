@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -12,7 +13,7 @@ from genbatch.nif.context import Context
 from genbatch.nif.context.runs import OverlappedRun
 from genbatch.nif.engine_options import GraphOptions
 from genbatch.nif.errors import BatchError
-from genbatch.nif.runner import BatchLimits, Entry, Logits, RaggedBatch
+from genbatch.nif.runner import BatchLimits, Entry, Logits, RaggedBatch, Rows
 from genbatch.nif.runners import launches, prompt_graphs
 from genbatch.nif.runners.launches import BatchUpload, CapturePlace, DecodeGraphs, DecodeStep, Launches, tables_offset
 from genbatch.nif.runners.lean_llama import LeanStep
@@ -158,7 +159,7 @@ def test_h14_h15_steps_launched_through_padded_graphs_draw_the_same(
     [logits] = context.eval([Entry(0, [7], context.kv.length(0))])  # through the same graph
     assert EagerStep.captured == before + 2
     [expected_logits] = plain_context.eval([Entry(0, [7], plain_context.kv.length(0))])
-    torch.testing.assert_close(logits, expected_logits)
+    torch.testing.assert_close(torch.as_tensor(logits), torch.as_tensor(expected_logits))
 
 
 def test_rows_that_depend_on_the_output_are_drawn_again_as_single_steps_draw_them(
@@ -227,19 +228,19 @@ def test_the_faster_products_are_captured_and_timed_once_for_a_number_of_rows(
 def decodes(token: int, position: int = 2) -> RaggedBatch:
     """One sequence that decodes `position` in block 1."""
     return RaggedBatch(
-        input_ids=torch.tensor([token]),
-        positions=torch.tensor([position]),
-        query_starts=torch.tensor([0, 1], dtype=torch.int32),
-        kv_lens=torch.tensor([position + 1], dtype=torch.int32),
-        slots=(torch.tensor([BLOCK_SIZE + position]),),
-        block_tables=(torch.tensor([[1]], dtype=torch.int32),),
-        logit_rows=torch.tensor([0]),
+        input_ids=np.array([token]),
+        positions=np.array([position]),
+        query_starts=np.array([0, 1], np.int32),
+        kv_lens=np.array([position + 1], np.int32),
+        slots=(np.array([BLOCK_SIZE + position]),),
+        block_tables=(np.array([[1]], np.int32),),
+        logit_rows=np.array([0]),
         max_query_len=1,
         max_kv_len=position + 1,
     )
 
 
-GREEDY = torch.zeros((1, 5), dtype=torch.float64)
+GREEDY = np.zeros((1, 5))
 
 
 def allocated(model: Any) -> TritonRunner:
@@ -251,11 +252,11 @@ def allocated(model: Any) -> TritonRunner:
 def test_a_batch_may_be_changed_as_soon_as_its_step_was_launched(tiny_model: Any) -> None:
     runner = allocated(tiny_model("llama"))
     expected = runner.launch(decodes(9), GREEDY, None).wait()
-    batch, draws = decodes(9), GREEDY.clone()
+    batch, draws = decodes(9), GREEDY.copy()
     launched = runner.launch(batch, draws, None)
-    batch.input_ids.fill_(3)
-    batch.slots[0].fill_(0)
-    draws.fill_(7.0)
+    batch.input_ids.fill(3)
+    batch.slots[0].fill(0)
+    draws.fill(7.0)
     assert launched.wait() == expected
 
 
@@ -339,7 +340,7 @@ def test_h14_padded_steps_with_prompts_give_the_logits_of_eager_steps(
 ) -> None:
     """Chunks beside decodes, of every number of tokens up to the largest captured, and beyond."""
     model = tiny_model(family)
-    logits: list[list[torch.Tensor]] = []
+    logits: list[list[Rows]] = []
     before = EagerStep.captured
     for captures in (False, True):
         runner = TritonRunner(model)
@@ -355,7 +356,7 @@ def test_h14_padded_steps_with_prompts_give_the_logits_of_eager_steps(
         context.kv.check_integrity()
     assert EagerStep.captured == before + 1
     for expected, actual in zip(*logits, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(torch.as_tensor(actual), torch.as_tensor(expected), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("length", [6, 12, 13])
@@ -371,4 +372,4 @@ def test_h14_captured_steps_give_logits_of_drafted_tokens(length: int, tiny_mode
         found.append(context.eval([Entry(0, tuple(range(3, 3 + length)), 0, Logits.ALL)])[0])
     expected, actual = found
     assert expected is not None and actual is not None and len(actual) == length
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.as_tensor(actual), torch.as_tensor(expected), rtol=1e-5, atol=1e-5)

@@ -9,7 +9,7 @@ import torch
 from genbatch.nif.context.context import Context
 from genbatch.nif.errors import BatchError
 from genbatch.nif.models.loaded_model import Model
-from genbatch.nif.runner import LayerGroup
+from genbatch.nif.runner import LayerGroup, Rows
 from genbatch.nif.runners.torch_runner import TorchRunner
 
 FAMILIES = (
@@ -30,14 +30,14 @@ def open_context(model: Model) -> Context:
     return Context(model, TorchRunner(model), n_ctx=512, n_parallel=3, block_size=BLOCK)
 
 
-def prefilled(context: Context, seq_id: int, prompt: Sequence[int], chunk: int = 64) -> torch.Tensor:
+def prefilled(context: Context, seq_id: int, prompt: Sequence[int], chunk: int = 64) -> Rows:
     """The logits of a prompt's last token; what the sequence holds of it is not evaluated again."""
     for start in range(context.kv.length(seq_id), len(prompt), chunk):
         logits = context.prefill(prompt[start : start + chunk], seq_id, start)
     return logits
 
 
-def continued(context: Context, seq_id: int, logits: torch.Tensor) -> list[int]:
+def continued(context: Context, seq_id: int, logits: Rows) -> list[int]:
     tokens: list[int] = []
     while len(tokens) < NEW and tokens[-1:] != [END]:
         tokens.append(int(logits.argmax()))

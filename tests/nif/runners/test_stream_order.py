@@ -15,12 +15,12 @@ from genbatch.nif.context import Context
 from genbatch.nif.context.runs import OverlappedRun
 from genbatch.nif.engine_options import GraphOptions
 from genbatch.nif.kernels.elementwise import copy_blocks
-from genbatch.nif.runner import Entry, Logits
+from genbatch.nif.runner import Content, Entry, Logits
 from genbatch.nif.runners.block_transfer import SideStream
 from genbatch.nif.runners.triton_runner import TritonRunner
+from genbatch.nif.sampling.device_draws import sample_on_device as sample
 from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.sampler import SamplerState
-from genbatch.nif.sampling.device_draws import sample_on_device as sample
 from tests.benchmarks.launch_model import Card, decode_step, predict
 from tests.nif.runners.fake_gpu import CUDA, FakeGpu, Race, WaitsForDevice, WrongDevice
 
@@ -84,7 +84,7 @@ def test_h16_blocks_swapped_beside_running_steps_are_ordered(graphs: GraphOption
     with gpu.active():
         context, entries, states = begun(gpu, 3, graphs=graphs)
         run = context.decode_run(entries[:2], states[:2], max_steps=30)
-        kept: list[torch.Tensor] = []
+        kept: list[Content] = []
         for step in range(20):
             run.step()
             blocks = list(context.kv.block_table(0, 2))
