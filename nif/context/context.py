@@ -48,8 +48,9 @@ from genbatch.nif.runner import (
     num_logits,
     num_states,
 )
+from genbatch.nif.sampling.choice import choose
 from genbatch.nif.sampling.draw import SamplingParams
-from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, choose
+from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
 from genbatch.nif.text.detokenizer import Detokenizer
 
 T = TypeVar("T")

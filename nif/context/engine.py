@@ -31,7 +31,7 @@ from genbatch.nif.native.model_weights import ModelWeights
 from genbatch.nif.native.runner import NativeRunner
 from genbatch.nif.pooling import RANK
 from genbatch.nif.runner import HoldsMemory, KnowsStep, ReadsBlocks, Runner
-from genbatch.nif.sampling.sampler import choice_bytes
+from genbatch.nif.sampling.choice import choice_bytes
 from genbatch.nif.text.templates import ChatTemplateError
 from genbatch.nif.text.tokenizer import check_template
 from genbatch.nif.trusted_files import NotOurs

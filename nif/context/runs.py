@@ -24,8 +24,9 @@ from genbatch.nif.runner import (
     Rows,
     num_states,
 )
+from genbatch.nif.sampling.choice import choose
 from genbatch.nif.sampling.draw import NOT_FINITE, DrawTable, SamplingParams
-from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, choose
+from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
 
 
 def lay_out(batch: Sequence[Entry], kv: KVCache) -> RaggedBatch:

@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-import torch
 import trio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

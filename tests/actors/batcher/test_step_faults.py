@@ -174,16 +174,16 @@ async def test_a_sampler_that_raises_fails_its_own_request(
     others: int, tiny_model: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is tried alone; the others lose nothing."""
-    from genbatch.nif.sampling import sampler
+    from genbatch.nif.sampling import choice
 
-    whole = sampler.sample
+    whole = choice.sample
 
     def sample(logits: Any, states: Any, *rest: Any) -> Any:
         if any(state.params.top_k == 7 for state in states):
             raise ZeroDivisionError("a bad state")
         return whole(logits, states, *rest)
 
-    monkeypatch.setattr(sampler, "sample", sample)
+    monkeypatch.setattr(choice, "sample", sample)
     async with trio.open_nursery() as nursery:
         batcher, reasons = await supervised(nursery, tiny_model("llama"), 1 + others, lambda batch: None)
         ends: list[Any] = []

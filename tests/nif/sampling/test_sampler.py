@@ -20,6 +20,7 @@ from transformers.generation import (
 
 from genbatch.nif.runner import Largest
 from genbatch.nif.sampling import sampler
+from genbatch.nif.sampling.choice import choice_bytes
 from genbatch.nif.sampling.draw import (
     CHUNK,
     SORTED_AT_ONCE,
@@ -30,7 +31,7 @@ from genbatch.nif.sampling.draw import (
     token_logprobs,
     uniform,
 )
-from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, choice_bytes, greedy
+from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, greedy
 from genbatch.proto.messages import GenerateRequest
 from genbatch.proto.validation import RequestLimits, validate_request
 
