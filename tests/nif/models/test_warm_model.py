@@ -30,14 +30,23 @@ from tests.nif.tiny_models import build_tokenizer
 
 HEAVY = ("transformers", "torch", "huggingface_hub", "peft", "accelerate")
 
-# Imports all that an engine process does, loads the model natively, and generates; its weights are kept when it ends.
+# Imports all that an engine process does, loads the model natively, and generates in every way that draws, scores or
+# masks; its weights are kept when it ends.
 CHILD = f"""
 import sys, threading
 import genbatch.actors.engine.engine_process, genbatch.actors.engine.model_side
 from genbatch import open_batcher
 
-with open_batcher(sys.argv[1], n_parallel=1, n_ctx=128, runner="native", dtype="float32") as batcher:
-    print(batcher.generate("A B", max_tokens=8, ignore_eos=True).token_ids)
+options = dict(n_parallel=2, n_ctx=128, cpu_offload_space=0.01, prefix_cache_dir=sys.argv[2])
+with open_batcher(sys.argv[1], runner="native", dtype="float32", **options) as batcher:
+    for asked in (
+        dict(),
+        dict(temperature=0.9, seed=4, top_p=0.9, top_k=40, min_p=0.01, logprobs=3, n=2),
+        dict(temperature=1.1, seed=5, prompt_logprobs=2, repetition_penalty=1.2, logit_bias={{5: 1.0}}),
+        dict(regex="[AB ]{{4,9}}", ignore_eos=False),
+    ):
+        settings = dict(max_tokens=8, ignore_eos=True) | asked
+        print([choice.token_ids for choice in batcher.generate("A B", **settings).choices])
 print(sorted(set({HEAVY!r}) & set(sys.modules)))
 [thread.join() for thread in threading.enumerate() if thread.name == "keep weights"]
 """
@@ -64,12 +73,12 @@ def test_a_native_engine_that_starts_again_imports_neither_transformers_nor_torc
     model = build_native_model("llama", tmp_path / "model", build_tokenizer)
 
     def start() -> list[str]:
-        command = [sys.executable, "-c", CHILD, str(model)]
+        command = [sys.executable, "-c", CHILD, str(model), str(tmp_path / "blocks")]
         done = subprocess.run(command, capture_output=True, text=True, check=True, env=dict(os.environ))
         return done.stdout.splitlines()
 
-    (cold, imported), (warm, imported_again) = start(), start()
-    assert "'transformers'" in imported and len(json.loads(cold)) == 8
+    (*cold, imported), (*warm, imported_again) = start(), start()
+    assert "'transformers'" in imported and [len(json.loads(line)) for line in cold] == [1, 2, 1, 1]
     assert warm == cold
     assert imported_again == "[]"
 
