@@ -5,8 +5,8 @@
         await socket.send([b"hello"])
         parts = await socket.recv()
 
-A ZeroMQ socket's file descriptor is edge-triggered and tells of "some event", which every send and receive may eat.
-So one task per socket waits for it, and the socket's events are read again after every operation, by whoever did it.
+A ZeroMQ socket's file descriptor is edge-triggered and signals "some event", which every send and receive may consume.
+So one task per socket waits for the descriptor, and each operation reads the socket's events again at its end.
 """
 
 import ctypes

@@ -339,10 +339,10 @@ def normalize_output(
     return plan
 
 
-def _lists(output: object, wanted: type, count: int) -> tuple[RequestList, ...]:
+def _lists(output: object, expected: type, count: int) -> tuple[RequestList, ...]:
     if isinstance(output, tuple) and len(output) == count and all(isinstance(part, list) for part in output):
         return output
-    raise SchedulerError(f"a scheduler returned {output!r:.200}, neither {wanted.__name__} nor {count} lists")
+    raise SchedulerError(f"a scheduler returned {output!r:.200}, neither {expected.__name__} nor {count} lists")
 
 
 def _check_membership(plan: SchedulerOutput, active: Sequence[LlmRequest], inflight: Set[int]) -> None:

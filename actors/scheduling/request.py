@@ -361,8 +361,8 @@ class FairShare:
             running_output: generated tokens of requests at work that are not booked yet, by client.
         """
         lines: dict[str, deque[T]] = {}
-        for one in waiting:
-            lines.setdefault(client_of(one), deque()).append(one)
+        for item in waiting:
+            lines.setdefault(client_of(item), deque()).append(item)
         if len(lines) < 2:
             return list(waiting)
         heap = [
@@ -373,10 +373,10 @@ class FairShare:
         order: list[T] = []
         while heap:
             served, place, client = heap[0]
-            one = lines[client].popleft()
-            order.append(one)
+            item = lines[client].popleft()
+            order.append(item)
             if lines[client]:
-                heapq.heapreplace(heap, (served + PROMPT_WEIGHT * prompt_tokens_of(one), place, client))
+                heapq.heapreplace(heap, (served + PROMPT_WEIGHT * prompt_tokens_of(item), place, client))
             else:
                 heapq.heappop(heap)
         return order
@@ -401,11 +401,11 @@ def most_waiting(size: int, others: int, share: float) -> float:
     return max(share * left, min(1, left))
 
 
-def ahead_in_turn(waiting_of: Mapping[str, int], client: str, wanted: int) -> int:
+def ahead_in_turn(waiting_of: Mapping[str, int], client: str, num_new: int) -> int:
     """Return the number of turns before the last of `wanted` more requests of a client, if clients alternate."""
     mine = waiting_of.get(client, 0)
-    others = sum([min(count, mine + wanted) for other, count in waiting_of.items() if other != client])
-    return mine + wanted - 1 + others
+    others = sum([min(count, mine + num_new) for other, count in waiting_of.items() if other != client])
+    return mine + num_new - 1 + others
 
 
 def slots_share(num_slots: int, num_clients: int) -> int:

@@ -380,9 +380,9 @@ class BlockPool:
         """Add a reference to a block. An initialized free block becomes used again and keeps its content."""
         if self.references[block] == 0:
             places = (self._passed, self._initialized, self._kept)
-            held = next((place for place in places if block in place), None)
-            assert held is not None, f"block {block} is free and has no content to share"
-            del held[block]
+            place = next((place for place in places if block in place), None)
+            assert place is not None, f"block {block} is free and has no content to share"
+            del place[block]
         self.references[block] += 1
 
     def release(self, blocks: Iterable[int], *, passed: bool = False) -> None:

@@ -160,15 +160,15 @@ class BlockTables:
     def adopt(self, sequence: KVSequence, tokens: Sequence[int], match: Match, tail: tuple[int, ...] | None) -> None:
         """Extend a sequence, after its whole blocks, with the blocks of a prefix hit and with its prompt's tail."""
         end = (len(sequence.hashes) + len(match.hashes)) * self.block_size
-        found = [*match.blocks]
+        matched = [*match.blocks]
         if tail is not None:
             end = len(tokens) - 1
-            found.append(tail)
+            matched.append(tail)
             for other in self.sequences:  # one of them may write to a block that is shared from now on
                 if any(table and table[-1] == block for table, block in zip(other.tables, tail, strict=True)):
                     other.writable = len(other.tokens)
         for group in range(len(self.pools)):
-            self.extend(group, sequence, array("i", [blocks[group] for blocks in found]), end)
+            self.extend(group, sequence, array("i", [blocks[group] for blocks in matched]), end)
         sequence.hashes += match.hashes
         sequence.tokens.extend(tokens[len(sequence.tokens) : end])
         sequence.writable = end
@@ -242,9 +242,9 @@ class BlockTables:
         Raises:
             AssertionError: they contradict each other.
         """
-        held = [[0] * pool.num_blocks for pool in self.pools]
+        users = [[0] * pool.num_blocks for pool in self.pools]
         for group, block in pending:
-            held[group][block] += 1
+            users[group][block] += 1
         for seq_id, sequence in enumerate(self.sequences):
             blocks, length = self.blocks(len(sequence.tokens)), len(sequence.tokens)
             for group, table in enumerate(sequence.tables):
@@ -255,15 +255,15 @@ class BlockTables:
                 assert evicted <= len(table), f"{where}: more evicted than there are"
                 assert evicted == 0 or evicted > self.kept[group], f"{where}: sinks were evicted"
                 for block in self.live(group, sequence):
-                    held[group][block] += 1
+                    users[group][block] += 1
             for group, table in enumerate(sequence.tables):
                 if sequence.writable > length and length % self.block_size:
                     block = table[blocks - 1]
-                    assert held[group][block] == 1, f"sequence {seq_id} takes shared block {block} for its own"
+                    assert users[group][block] == 1, f"sequence {seq_id} takes shared block {block} for its own"
                     assert self.pools[group].hashes[block] is None, f"cached block {block} would be overwritten"
             assert len(sequence.hashes) <= length // self.block_size, f"sequence {seq_id}: a name too many"
         for group, pool in enumerate(self.pools):
-            pool.check_integrity(held[group])
+            pool.check_integrity(users[group])
             if self.prefix_cache is not None:
                 self.prefix_cache.check_integrity(group, pool.names())
 
@@ -296,14 +296,14 @@ def sequence_of(tables: BlockTables, seq_id: int) -> KVSequence:
 
 def check_prompt(tables: BlockTables, seq_id: int, tokens: Sequence[int], cap: int) -> None:
     """Check that the tokens begin with those that the sequence holds, add at least one, and are at most `cap`."""
-    held = tables.sequences[seq_id].tokens
+    cached = tables.sequences[seq_id].tokens
     if not tokens:
         raise BatchError(f"sequence {seq_id}: no tokens")
     if len(tokens) > cap:
         raise BatchError(f"sequence {seq_id}: {len(tokens)} positions are more than max_per_sequence = {cap}")
-    if len(held) >= len(tokens):
-        raise BatchError(f"sequence {seq_id} holds {len(held)} positions: nothing is left to evaluate")
-    if array("q", tokens[: len(held)]) != held:
+    if len(cached) >= len(tokens):
+        raise BatchError(f"sequence {seq_id} holds {len(cached)} positions: nothing is left to evaluate")
+    if array("q", tokens[: len(cached)]) != cached:
         raise BatchError(f"sequence {seq_id}: the prompt does not begin with the tokens that it holds")
 
 
@@ -387,7 +387,7 @@ class Reservation:
             for sequence, _ in growing:
                 sequence.writable = len(sequence.tables[0]) * tables.block_size
 
-    def commit(self, told: Sequence[Sequence[int]] | None = None) -> None:
+    def commit(self, evaluated: Sequence[Sequence[int]] | None = None) -> None:
         """Add the new positions to the sequences, after the step has succeeded.
 
         Args:
@@ -398,15 +398,15 @@ class Reservation:
         sequences, settle = self._tables.sequences, self._tables.settle
         shorter: list[KVSequence] = []
         # guard: tokens told at the commit
-        if told is not None:
-            entries = list(zip(self._entries, told, strict=True))
+        if evaluated is not None:
+            entries = list(zip(self._entries, evaluated, strict=True))
             shorter = [sequences[seq_id] for (seq_id, tokens, _), kept in entries if len(kept) < len(tokens)]
             self._entries = [(seq_id, kept, n_past) for (seq_id, _, n_past), kept in entries]
         for seq_id, tokens, _ in self._entries:
             sequence = sequences[seq_id]
-            held = sequence.tokens
-            held.extend(tokens)
-            if len(held) >= sequence.wake:
+            positions = sequence.tokens
+            positions.extend(tokens)
+            if len(positions) >= sequence.wake:
                 settle(sequence)
         for group, block in self.replaced():
             self._tables.pools[group].release((block,))

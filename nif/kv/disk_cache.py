@@ -200,7 +200,7 @@ class DiskCache:
 
     def read(self, names: Sequence[bytes]) -> list[bytes]:
         """Return the blocks' content up to the first that is missing or damaged, or that would take too long."""
-        found: list[bytes] = []
+        contents: list[bytes] = []
         began = time.monotonic()
         for name in names:
             try:
@@ -213,13 +213,13 @@ class DiskCache:
             if content is None:
                 self._known.discard(name)
                 break
-            found.append(content)
+            contents.append(content)
             self.num_read += 1
             if time.monotonic() - began > _READ_S:
-                told = "the prefix cache on disk %s is slow: %d blocks took more than %g s"
-                self._tell("slow", told, len(found), _READ_S)
+                warning = "the prefix cache on disk %s is slow: %d blocks took more than %g s"
+                self._tell("slow", warning, len(contents), _READ_S)
                 break
-        return found
+        return contents
 
     def _read(self, name: bytes) -> bytes | None:
         path = self._path(name)

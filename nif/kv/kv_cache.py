@@ -190,8 +190,8 @@ class KVCache:
             length, tail = end, blocks
         elif known > first:
             length, tail = known * self.block_size, None
-        found = [*cache.found(names, first, known, length), *enumerate(blocks or ())]
-        free = frozenset((group, block) for group, block in found if tables.pools[group].references[block] == 0)
+        entries = [*cache.found(names, first, known, length), *enumerate(blocks or ())]
+        free = frozenset((group, block) for group, block in entries if tables.pools[group].references[block] == 0)
         return Beginning(length, self._no_blocks, free, tail)
 
     def beginning_from_host(self, length: int) -> Beginning:
@@ -223,11 +223,11 @@ class KVCache:
         """
         self._assert_idle()
         sequence = sequence_of(self._tables, seq_id)
-        held = len(sequence.tokens)
+        num_positions = len(sequence.tokens)
         check_prompt(self._tables, seq_id, tokens, self._cap)
         cache = self._tables.prefix_cache
-        if cache is None or (held and sequence.key is None):
-            return held
+        if cache is None or (num_positions and sequence.key is None):
+            return num_positions
         if key != sequence.key:
             sequence.key = key
             sequence.hashes.clear()
@@ -238,7 +238,7 @@ class KVCache:
         sequence.tail = end if end % self.block_size else 0
         match = cache.match(tokens, key, held=sequence.hashes, max_blocks=limit)
         names = sequence.hashes + match.hashes
-        tail = cache.tail(tokens, key, names, end) if len(names) == limit and held < end else None
+        tail = cache.tail(tokens, key, names, end) if len(names) == limit and num_positions < end else None
         if match.blocks or tail is not None:
             self._tables.adopt(sequence, tokens, match, tail)
         sequence.wake = 0
@@ -380,7 +380,7 @@ class KVCache:
         self._assert_idle()
         [pool], cache = self._tables.pools, self._tables.prefix_cache
         assert cache is not None, "restored blocks are cached"
-        held: list[int] = []
+        restored: list[int] = []
         places, blocks = [], []
         try:
             for place, name in enumerate(names):
@@ -393,14 +393,14 @@ class KVCache:
                     blocks.append(block)
                 else:
                     break
-                held.append(block)
+                restored.append(block)
             write(places, blocks)
             for place, block in zip(places, blocks, strict=True):
                 cache.insert(0, names[place], block)
                 pool.set_hash(block, names[place])
         finally:
-            pool.release(reversed(held))
-        return len(held)
+            pool.release(reversed(restored))
+        return len(restored)
 
     # Capacity
 

@@ -116,14 +116,14 @@ def load_model(
     check_gpu_layers(n_gpu_layers)
     device = choose_device(n_gpu_layers, main_gpu)
     dtype = _dtype(dtype, device)
-    found = resolve_model(source, report)
+    resolved = resolve_model(source, report)
     register_attention()
     with quiet_transformers():
         report("load", 0, _LOAD_STEPS)
-        files = _open_files(source, found)
+        files = _open_files(source, resolved)
         pooled = _pooling(source, files, pooling)
         if files.is_encoder:
-            return _encoder(found, files, pooled, dtype, device, report)
+            return _encoder(resolved, files, pooled, dtype, device, report)
         if not _is_replaceable(files.model_class):
             raise ModelError(source, _not_replaceable(files.model_class))
         text_config = files.config.get_text_config(decoder=True)
@@ -138,9 +138,9 @@ def load_model(
         hf = _load_weights(source, files, dtype, device)
         report("load", 2, _LOAD_STEPS)
         layers, vocab_size = probe_layers(source, hf, groups)
-        _log_expanded(found.name, text_config, layers, DTYPES[dtype])
+        _log_expanded(resolved.name, text_config, layers, DTYPES[dtype])
         model = Model(
-            name=found.name,
+            name=resolved.name,
             hf=hf,
             config=text_config,
             tokenizer=tokenizer,
@@ -403,11 +403,11 @@ def _unread_tokenizer(source: str, fault: BaseException) -> BaseException:
     return ModelError(source, f"its tokenizer cannot be read: {one_line(typed)}")
 
 
-def _open_files(source: str, found: ModelSource) -> _Files:
-    return _Gguf(source, found.path) if found.path.is_file() else _Directory(source, found.path)
+def _open_files(source: str, resolved: ModelSource) -> _Files:
+    return _Gguf(source, resolved.path) if resolved.path.is_file() else _Directory(source, resolved.path)
 
 
-def _pooling(source: str, files: _Files, wanted: str) -> Pooling | None:
+def _pooling(source: str, files: _Files, pooling_kind: str) -> Pooling | None:
     """Return the pooling of embeddings: the requested one, or the files' own.
 
     Raises:
@@ -415,13 +415,13 @@ def _pooling(source: str, files: _Files, wanted: str) -> Pooling | None:
             has read nothing.
     """
     pooled = files.pooling()
-    if wanted and pooled is not None and pooled.scoring is not None:
-        raise ModelError(source, f"its head scores texts, so pooling {wanted!r} has nothing to take")
-    if wanted == RANK and files.is_encoder:
+    if pooling_kind and pooled is not None and pooled.scoring is not None:
+        raise ModelError(source, f"its head scores texts, so pooling {pooling_kind!r} has nothing to take")
+    if pooling_kind == RANK and files.is_encoder:
         raise ModelError(source, "it is an encoder without a head: pooling rank reads a causal model's answer")
-    if wanted:
+    if pooling_kind:
         config = files.config.get_text_config()
-        pooled = plain_pooling(wanted, config) if pooled is None else replace(pooled, kind=wanted)
+        pooled = plain_pooling(pooling_kind, config) if pooled is None else replace(pooled, kind=pooling_kind)
     if files.is_encoder and pooled is None:
         kind = files.config.model_type
         raise ModelError(
@@ -479,7 +479,7 @@ def _has_head(files: _Files) -> bool:
 
 
 def _encoder(
-    found: ModelSource,
+    resolved: ModelSource,
     files: _Files,
     pooled: Pooling | None,
     dtype: str,
@@ -489,16 +489,16 @@ def _encoder(
     tokenizer = files.tokenizer()
     report("load", 1, _LOAD_STEPS)
     assert pooled is not None
-    pooled, pairs = _open_pairs(found.name, files, pooled, tokenizer)
+    pooled, pairs = _open_pairs(resolved.name, files, pooled, tokenizer)
     assert pooled is not None
-    model_class, weights = encoder_class(found.name, files.config), files.weights()
-    check_size(found.name, lambda: model_class(files.config), weights)
-    hf, unused = load_encoder(found.name, found.path, files.config, getattr(torch, dtype), torch.device(str(device)))
-    check_all_used(found.name, files.config, weights, set(weights.names()) - unused, is_encoder=True)
-    check_finite(found.name, hf)
+    model_class, weights = encoder_class(resolved.name, files.config), files.weights()
+    check_size(resolved.name, lambda: model_class(files.config), weights)
+    hf, unused = load_encoder(resolved.name, resolved.path, files.config, getattr(torch, dtype), torch.device(str(device)))
+    check_all_used(resolved.name, files.config, weights, set(weights.names()) - unused, is_encoder=True)
+    check_finite(resolved.name, hf)
     report("load", _LOAD_STEPS, _LOAD_STEPS)
     return Model(
-        name=found.name,
+        name=resolved.name,
         hf=hf,
         config=files.config,
         tokenizer=tokenizer,
@@ -508,7 +508,7 @@ def _encoder(
         layers=LAYERS,
         vocab_size=files.config.vocab_size,
         eos_token_ids=frozenset(),
-        max_position=encoder_positions(found.name, hf, tokenizer.hf.model_max_length),
+        max_position=encoder_positions(resolved.name, hf, tokenizer.hf.model_max_length),
         pooling=replace(pooled, reads_whole=True),
         pairs=pairs,
         generates=False,

@@ -84,15 +84,15 @@ def quantisation_of(source: str, config: Any, directory: Path) -> Quantisation |
     Raises:
         ModelError: the quantisation is not supported; the reason names the field and an alternative.
     """
-    said = getattr(config, "quantization_config", None) or getattr(config, "compression_config", None)
+    stated = getattr(config, "quantization_config", None) or getattr(config, "compression_config", None)
     where = "quantization_config"
-    if said is None and (directory / "quantize_config.json").is_file():
+    if stated is None and (directory / "quantize_config.json").is_file():
         where = "quantize_config.json"
-        said = {"quant_method": "gptq", **read_object(source, directory / where)}
-        check_counts(source, where, said)
-    if said is None:
+        stated = {"quant_method": "gptq", **read_object(source, directory / where)}
+        check_counts(source, where, stated)
+    if stated is None:
         return None
-    fields: Any = said if isinstance(said, Mapping) or not hasattr(said, "to_dict") else said.to_dict()
+    fields: Any = stated if isinstance(stated, Mapping) or not hasattr(stated, "to_dict") else stated.to_dict()
     if not isinstance(fields, Mapping):
         raise ModelError(source, f"{where} is {shown(fields)}, no object")
     return _Reading(source, where, fields).scheme()
@@ -193,9 +193,9 @@ class _Reading:
             raise ModelError(self._source, f"{self._where}: weight_block_size is {tile!r}: {fault}") from fault
 
 
-def _tile(said: Any) -> tuple[int, int]:
+def _tile(tile: Any) -> tuple[int, int]:
     """Read the outputs and inputs of a tile, from a list or from "128x128"."""
-    outputs, inputs = said.split("x") if isinstance(said, str) else said
+    outputs, inputs = tile.split("x") if isinstance(tile, str) else tile
     if not (int(outputs) > 0 and int(inputs) > 0):
         raise ValueError(f"a tile of {outputs} x {inputs}")
     return int(outputs), int(inputs)
@@ -289,11 +289,11 @@ class _Mxfp4Expert:
         pairs = files.part(self.base + _BLOCKS, self.index).numpy()[self.first :: self.step]  # [n, groups, 16]
         scales = files.part(self.base + _EXPONENTS, self.index).numpy()[self.first :: self.step]
         low, high = pairs[:, :, :8], pairs[:, :, 8:]
-        made = np.empty((*scales.shape, 17), np.uint8)
-        made[:, :, 0] = scales
-        made[:, :, 1::2] = (low & 15) | (high << 4)
-        made[:, :, 2::2] = (low >> 4) | (high & 0xF0)
-        return StoredTensor(name, "MXFP4", self.shape, made.reshape(len(made), -1))
+        blocks = np.empty((*scales.shape, 17), np.uint8)
+        blocks[:, :, 0] = scales
+        blocks[:, :, 1::2] = (low & 15) | (high << 4)
+        blocks[:, :, 2::2] = (low >> 4) | (high & 0xF0)
+        return StoredTensor(name, "MXFP4", self.shape, blocks.reshape(len(blocks), -1))
 
 
 def _mxfp4_experts(model: str, files: SafetensorsWeights) -> dict[str, _Mxfp4Expert]:
@@ -302,7 +302,7 @@ def _mxfp4_experts(model: str, files: SafetensorsWeights) -> dict[str, _Mxfp4Exp
     Raises:
         ModelError: a tensor has no partner, or a shape that does not fit.
     """
-    found: dict[str, _Mxfp4Expert] = {}
+    experts: dict[str, _Mxfp4Expert] = {}
     for name in sorted(files.names()):
         if not name.endswith((_BLOCKS, _EXPONENTS)):
             continue
@@ -324,8 +324,8 @@ def _mxfp4_experts(model: str, files: SafetensorsWeights) -> dict[str, _Mxfp4Exp
         matrix = shape[1] // step, shape[2] * _MX_GROUP
         for index in range(shape[0]):
             for first, own in enumerate(parts[projection]):
-                found[f"{start}.{index}.{own}.weight"] = _Mxfp4Expert(base, index, first, step, matrix)
-    return found
+                experts[f"{start}.{index}.{own}.weight"] = _Mxfp4Expert(base, index, first, step, matrix)
+    return experts
 
 
 class _Parts:
@@ -359,10 +359,10 @@ class _Parts:
             raise self.fault(part, f"has the shape {list(shape)}, where {dims} dimensions are needed")
         return shape
 
-    def expect(self, part: str, wanted: tuple[int, ...], kinds: Sequence[str]) -> None:
+    def expect(self, part: str, expected: tuple[int, ...], kinds: Sequence[str]) -> None:
         shape = self.shape(part, kinds)
-        if shape != wanted:
-            raise self.fault(part, f"has the shape {list(shape)}, where {list(wanted)} is needed")
+        if shape != expected:
+            raise self.fault(part, f"has the shape {list(shape)}, where {list(expected)} is needed")
 
     def read(self, part: str) -> torch.Tensor:
         return self._files.part(f"{self._linear}.{part}")
@@ -382,8 +382,8 @@ class _Parts:
                 return known
         if count == 1:
             return inputs
-        said = " or ".join(map(str, self.scheme.groups)) or "no"
-        raise self.fault(part, f"has {count} groups of {inputs} inputs; the configuration says groups of {said}")
+        sizes = " or ".join(map(str, self.scheme.groups)) or "no"
+        raise self.fault(part, f"has {count} groups of {inputs} inputs; the configuration says groups of {sizes}")
 
     def group_of_inputs(self, part: str, inputs: int, group: int, count: int) -> np.ndarray | None:
         """The group of each input [inputs]; None where one follows the other."""
@@ -550,10 +550,10 @@ class _Plain:
             raise parts.fault("weight_zero_point", "stands beside scales by tiles, or FP8")
         if weight.dtype == torch.float8_e4m3fn and (block := _fp8_block(inputs, wide)) is not None:
             which = np.arange(outputs)[:, None] // tall, np.arange(0, inputs, block)[None] // wide
-            made = np.empty((outputs, inputs // block, 4 + block), np.uint8)
-            made[:, :, :4] = scales[which].astype("<f4")[:, :, None].view(np.uint8)
-            made[:, :, 4:] = weight.view(torch.uint8).numpy().reshape(outputs, -1, block)
-            return StoredTensor(parts.name, f"F8_{block}", (outputs, inputs), made.reshape(outputs, -1))
+            blocks = np.empty((outputs, inputs // block, 4 + block), np.uint8)
+            blocks[:, :, :4] = scales[which].astype("<f4")[:, :, None].view(np.uint8)
+            blocks[:, :, 4:] = weight.view(torch.uint8).numpy().reshape(outputs, -1, block)
+            return StoredTensor(parts.name, f"F8_{block}", (outputs, inputs), blocks.reshape(outputs, -1))
         scale = torch.from_numpy(scales).repeat_interleave(tall, 0)[:outputs].repeat_interleave(wide, 1)[:, :inputs]
         return _floats(parts.name, weight.float().mul_(scale).numpy())
 
@@ -600,11 +600,11 @@ class _Groups:
     def _blocks(self, inputs: int, block: int) -> np.ndarray:
         outputs, count, size = len(self.codes), inputs // block, block * self.bits // 8
         which = np.arange(count) * block // self.group
-        made = np.empty((outputs, count, 6 + size), np.uint8)
-        made[:, :, :4] = self.scales[:, which].astype("<f4")[:, :, None].view(np.uint8)
-        made[:, :, 4:6] = self.zeros[:, which].astype("<f2")[:, :, None].view(np.uint8)
-        made[:, :, 6:] = self.codes[:, : count * size].reshape(outputs, count, size)
-        return made.reshape(outputs, -1)
+        blocks = np.empty((outputs, count, 6 + size), np.uint8)
+        blocks[:, :, :4] = self.scales[:, which].astype("<f4")[:, :, None].view(np.uint8)
+        blocks[:, :, 4:6] = self.zeros[:, which].astype("<f2")[:, :, None].view(np.uint8)
+        blocks[:, :, 6:] = self.codes[:, : count * size].reshape(outputs, count, size)
+        return blocks.reshape(outputs, -1)
 
 
 def _floats(name: str, values: np.ndarray) -> StoredTensor:
@@ -624,7 +624,7 @@ def _codes(packed: np.ndarray, bits: int) -> np.ndarray:
 
 def _in_order(words: torch.Tensor) -> np.ndarray:
     """Return AWQ's words [rows, words] as codes in the order of the outputs, one a byte: [rows, 8 * words]."""
-    held = _codes(_bytes(words), 4).reshape(len(words), -1, 8)
-    codes = np.empty_like(held)
-    codes[:, :, list(_AWQ_ORDER)] = held
+    digits = _codes(_bytes(words), 4).reshape(len(words), -1, 8)
+    codes = np.empty_like(digits)
+    codes[:, :, list(_AWQ_ORDER)] = digits
     return codes.reshape(len(words), -1)

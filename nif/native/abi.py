@@ -61,11 +61,11 @@ class CHeader:
         for declaration in self.structs[struct]:
             base, names = _split(declaration)
             for name in names.split(","):
-                found = _NAME.match(name.strip())
-                assert found is not None, f"abi.py cannot read the field {declaration!r} of {struct}"
-                kind = _type(base, found["stars"].count("*"))
-                count = found["count"]
-                fields.append((found["name"], kind * self.constants[count] if count else kind))
+                match = _NAME.match(name.strip())
+                assert match is not None, f"abi.py cannot read the field {declaration!r} of {struct}"
+                kind = _type(base, match["stars"].count("*"))
+                count = match["count"]
+                fields.append((match["name"], kind * self.constants[count] if count else kind))
         return fields
 
     def dtype(self, struct: str) -> np.dtype:
@@ -83,9 +83,9 @@ class CHeader:
 
 def _split(declaration: str) -> tuple[str, str]:
     """Split "const float *a, *b" into the type's name and the rest."""
-    found = _DECLARATION.fullmatch(declaration)
-    assert found is not None, f"abi.py cannot read {declaration!r}"
-    return found[1], found[2]
+    match = _DECLARATION.fullmatch(declaration)
+    assert match is not None, f"abi.py cannot read {declaration!r}"
+    return match[1], match[2]
 
 
 def _type(base: str, stars: int) -> Any:

@@ -217,12 +217,12 @@ def _run(compiler: str, arguments: Sequence[str], environment: Mapping[str, str]
 
 
 def _compiler() -> str:
-    wanted = os.environ.get("CC")
-    candidates = (wanted,) if wanted else _COMPILERS
-    found = next((path for path in map(shutil.which, candidates) if path), None)
-    if found is None:
+    chosen = os.environ.get("CC")
+    candidates = (chosen,) if chosen else _COMPILERS
+    compiler = next((path for path in map(shutil.which, candidates) if path), None)
+    if compiler is None:
         raise NativeUnavailable(f"no C compiler ({', '.join(candidates)}) is installed")
-    return found
+    return compiler
 
 
 def _key(compiler: str, flags: Sequence[str]) -> str:

@@ -252,10 +252,10 @@ class LayerLoader:
             ModelError: the tensor is missing, or its shape differs from the configuration's.
         """
         tensor = self._source.tensor(self._architecture.tensors.stored(name, self._source.names()))
-        wanted = shape or self._shapes.get(name, tensor.shape) or (1,)  # a single number has one dimension here
-        if tensor.shape != wanted:
+        expected = shape or self._shapes.get(name, tensor.shape) or (1,)  # a single number has one dimension here
+        if tensor.shape != expected:
             raise ModelError(
-                self._name, f"{name} has the shape {list(tensor.shape)}; config.json asks for {list(wanted)}"
+                self._name, f"{name} has the shape {list(tensor.shape)}; config.json asks for {list(expected)}"
             )
         return tensor
 
@@ -372,14 +372,14 @@ class LayerLoader:
         *biases, last = (self._bias(start + name) for name in experts.shared)
         if self._architecture.gated and len(inputs) == 1:
             inputs, biases = _halves(inputs[0]), [None, None]
-        made = []
+        linears = []
         for part in range(count):
             rows = np.arange(part * size, (part + 1) * size)
             columns = _columns(down, part * size, size)
             own = [None if bias is None else bias[part * size : (part + 1) * size] for bias in biases]
             inner = self._inner([_rows(matrix, rows) for matrix in inputs], own)
-            made.append((inner, self._pack([columns], [None if part else last], kind=kind)))
-        return made
+            linears.append((inner, self._pack([columns], [None if part else last], kind=kind)))
+        return linears
 
     def _inner(self, matrices: Sequence[StoredTensor], biases: Sequence[torch.Tensor | None]) -> Linear:
         """Build an expert's gates and ups, or its ups alone."""

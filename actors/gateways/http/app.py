@@ -457,7 +457,7 @@ class ServiceRoutes:
 
 
 def make_metrics_app(calls: HTTPCalls) -> ASGIApp:
-    """The ASGI application for whoever watches the service: counters and health, for everybody who reaches it."""
+    """Return the ASGI application of the address for metrics: counters and health, without access control."""
     service = ServiceRoutes(calls)
     routes = [
         Route("/metrics", service.metrics, methods=["GET"]),
@@ -499,7 +499,7 @@ def make_app(
     """
     elsewhere = frozenset(name for body in _BODIES for name in body.__struct_fields__)
     new_fields = partial(Fields, strict=strict, elsewhere=elsewhere)
-    # At any other address whoever is let in need not be on this machine, though no token was asked for.
+    # With any of these, a caller without a token may be on another machine, so nobody counts as the operator.
     others = security.http_insecure or security.allowed_hosts or security.allowed_origins
     service = ServiceRoutes(calls, has_operators=only_loopback and not others, new_fields=new_fields)
     llama = LlamaCppRoutes(calls, new_fields)

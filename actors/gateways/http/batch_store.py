@@ -240,8 +240,8 @@ class BatchStore:
         """
         self._unsaved[batch.id] = batch
         try:
-            results = [one for one in (batch.output_file_id, batch.error_file_id) if one is not None]
-            empty = [one for one in results if not self.size(one)]
+            results = [result for result in (batch.output_file_id, batch.error_file_id) if result is not None]
+            empty = [result for result in results if not self.size(result)]
             batch.output_file_id = None if batch.output_file_id in empty else batch.output_file_id
             batch.error_file_id = None if batch.error_file_id in empty else batch.error_file_id
             for unsaved in list(self._unsaved.values()):

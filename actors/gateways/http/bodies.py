@@ -180,10 +180,10 @@ def _valid(text: str | None) -> str | None:
 
 
 def api_response(error: GenbatchError, path: str = "") -> Response:
-    """The response that tells of `error` to whoever asked for `path`.
+    """Return the response with an error, in the shape of the API of `path`.
 
-    OpenAI's own clients repeat a request at 408, 409, 429 and from 500 on; they are told not to where no time to
-    come again is known, since the same request would fail again, or has cost its deadline already.
+    OpenAI's clients repeat a request at 408, 409, 429 and from 500 on. A header forbids that for errors without a time
+    to retry: the same request would fail again, or has cost its deadline already.
     """
     status = _status(error)
     headers = dict(error.headers) if isinstance(error, Refusal) else {}
