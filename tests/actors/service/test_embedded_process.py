@@ -29,7 +29,7 @@ async def test_an_engine_process_serves_the_program_and_ends_with_its_block(
     stage = Stage(tmp_path)
     stages: set[str] = set()
     async with open_batcher(
-        str(tiny_model_dir("llama")),
+        str(tiny_model_dir("native_llama")),
         dtype="float32",
         n_gpu_layers=0,
         n_ctx=512,
@@ -57,7 +57,7 @@ async def test_an_engine_process_serves_the_program_and_ends_with_its_block(
 async def test_a_programs_stream_goes_on_after_its_engine_process_was_killed(
     tiny_model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = str(tiny_model_dir("llama"))
+    model = str(tiny_model_dir("native_llama"))
     async with open_batcher(model, dtype="float32", n_gpu_layers=0, n_ctx=512, engine="process") as batcher:
         whole = await batcher.generate([5, 6, 8], max_tokens=240, ignore_eos=True)
         seen: list[int] = []

@@ -35,7 +35,7 @@ def service(
     (broken / "model.safetensors").write_bytes(b"nonsense")
     file = tmp_path / "models.toml"
     file.write_text(
-        f'[answers]\nmodel = "{tiny_model_dir("llama")}"\nn_ctx = 1024\nn_parallel = 3\n'
+        f'[answers]\nmodel = "{tiny_model_dir("native_llama")}"\nn_ctx = 1024\nn_parallel = 3\n'
         f'[embeds]\nmodel = "{embedder_dir("bert mean")}"\nkeep_alive = -1\n'
         f'[broken]\nmodel = "{broken}"\n'
     )
@@ -54,7 +54,7 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_models_come_and_go_over_every_door(
     service: RunningService, oracle: Callable[[str], Any], tmp_path: Path
 ) -> None:
-    expected = oracle("llama").generate([5, 6, 7], 8)
+    expected = oracle("native_llama").generate([5, 6, 7], 8)
     url = f"http://{service.log.partition('http://')[2].split()[0]}"
     assert "on demand" in service.log and service.engines == []
     once = Retry(max_attempts=1)
@@ -137,18 +137,18 @@ async def test_a_model_that_appears_in_the_directory_is_served_too(
 ) -> None:
     models = tmp_path / "models"
     models.mkdir()
-    (models / "early").symlink_to(tiny_model_dir("llama"))
+    (models / "early").symlink_to(tiny_model_dir("native_llama"))
     with RunningService(None, tmp_path, "--models", str(models), "--stall-s", "60") as service:
         async with ZeroMQClient(service.address, timeout=TIMEOUT_S) as client:
             assert [card.id for card in await client.models()] == ["early"]
-            (models / "late").symlink_to(tiny_model_dir("llama"))
+            (models / "late").symlink_to(tiny_model_dir("native_llama"))
             while [card.id for card in await client.models()] != ["early", "late"]:
                 await a_moment()
             os.kill(service.gateway or 0, signal.SIGKILL)  # the next gateway knows it too
             service.wait_for("supervisor.restart")
-            expected = oracle("llama").generate([5, 6, 7], 8)
+            expected = oracle("native_llama").generate([5, 6, 7], 8)
             assert (await client.generate([5, 6, 7], max_tokens=8, model="late")).token_ids == expected
-            (models / "last").symlink_to(tiny_model_dir("llama"))
+            (models / "last").symlink_to(tiny_model_dir("native_llama"))
             while "last" not in [card.id for card in await client.models()]:
                 await a_moment()
             assert (await client.generate([5, 6, 7], max_tokens=8, model="last")).token_ids == expected
@@ -165,7 +165,7 @@ async def test_a_model_that_leaves_the_directory_ends_its_answers_and_is_found_n
     models = tmp_path / "models"
     models.mkdir()
     for name in ("first", "second"):
-        (models / name).symlink_to(tiny_model_dir("llama"))
+        (models / name).symlink_to(tiny_model_dir("native_llama"))
     monkeypatch.setattr(remote, "WINDOW", 8)  # a reader that stands still holds the stream open
     with RunningService(None, tmp_path, "--models", str(models), "--keep-alive", "-1", "--stall-s", "60") as service:
         async with ZeroMQClient(service.address, timeout=TIMEOUT_S) as client:
@@ -190,7 +190,7 @@ async def test_a_model_that_leaves_the_directory_ends_its_answers_and_is_found_n
             os.kill(service.gateway or 0, signal.SIGKILL)  # the next gateway knows that they have gone
             service.wait_for("supervisor.restart")
             await until_listed()
-            (models / "second").symlink_to(tiny_model_dir("llama"))
+            (models / "second").symlink_to(tiny_model_dir("native_llama"))
             await until_listed("second")
-            expected = oracle("llama").generate([5, 6, 7], 8)
+            expected = oracle("native_llama").generate([5, 6, 7], 8)
             assert (await client.generate([5, 6, 7], max_tokens=8)).token_ids == expected

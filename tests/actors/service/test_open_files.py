@@ -59,7 +59,7 @@ def test_many_connections_to_a_gateway_that_was_given_few_files_do_not_end_it(
         pytest.skip(f"the system lets nobody open more than {hard} files")
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))  # the service has it from here
     try:
-        service = RunningService(tiny_model_dir("llama"), tmp_path).__enter__()
+        service = RunningService(tiny_model_dir("native_llama"), tmp_path).__enter__()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     with ExitStack() as stack:
