@@ -164,68 +164,70 @@ class BatcherOptions:
     Args:
         n_parallel: sequences decoded at once. A GPU takes about 4 a GiB of its memory, up to 256, if nothing is given.
         batch_size: pending sequences that end the accumulation at once; 0 means n_parallel.
-        batch_timeout: milliseconds an idle Batcher waits for more requests before it starts. If not given: 20 at most,
-            and no longer than `batch_quiet` says.
-        batch_quiet: milliseconds without another request after which an idle Batcher waits no longer, or a tenth of the
-            time that its first step takes, if that is less; 0: it waits for all of batch_timeout. If not given: 2, or 0
-            where batch_timeout or batch_size is given.
+        batch_timeout: most milliseconds that an idle Batcher waits for more requests; 20 if not given.
+        batch_quiet: milliseconds without a new request after which an idle Batcher starts before `batch_timeout`; a
+            tenth of its first step's time, if that is less; 0: it always waits for `batch_timeout`. If not given: 2, or
+            0 with `batch_timeout` or `batch_size`.
         max_batch_tokens: most tokens, decodes and prefill chunks together, in one forward. A GPU takes about 64 a GiB
             of its memory, from 512 to 4096, if nothing is given.
-        target_inter_token_latency_ms: milliseconds that a step may take while somebody decodes; prompts are evaluated
-            in chunks that fit. A step may always take 2.25 times as long as one in which all sequences decode, so it
-            can take longer. 0: chunks are as large as max_batch_tokens. If not given: 12 on a CPU, 20 on a GPU.
-        max_queue: most sequences waiting for a slot; a request beyond is refused with a retry hint. If not given: 4 a
-            slot for clients, 1024 for the program that runs the Batcher.
-        max_client_queue_share: share of the places in the queue that one client may fill, of those that others leave.
-            At 0.5 one client may fill half of the queue, two may fill a third each, and there is room for one more.
-            A client with nothing open needs a place and no share.
-        max_client_open: sequences that one client may have open while others are there, per slot.
-        fair_share: clients take turns by what each has had, and share the slots: a client with more than an equal part
-            of them pauses a sequence while another client waits for its part. Else all wait in one line.
-        priority_ageing_s: seconds of waiting that one step of `priority` is worth; 0: requests may not name one.
+        target_inter_token_latency_ms: milliseconds that a step should take while sequences decode; prompts are split
+            into chunks that fit into this time. A step may always take 2.25 times as long as a step in which all
+            sequences decode. 0: chunks are as large as `max_batch_tokens`. If not given: 12 on a CPU, 20 on a GPU.
+        max_queue: most sequences that wait for a slot; a further request is refused with a retry hint. If not given: 4
+            per slot for clients, 1024 for the program that runs the Batcher.
+        max_client_queue_share: the share of the free places in the queue that one client may fill. At 0.5 one client
+            may fill half of the queue, two may fill a third each, and there is room for a third client. A client
+            without open requests needs only a free place.
+        max_client_open: sequences that one client may have open while other clients have some, per slot.
+        fair_share: let clients take turns by the work that each has had, and share the slots: a client with more than
+            an equal part of the slots pauses a sequence while another client waits for its part. Otherwise all requests
+            wait in one line.
+        priority_ageing_s: seconds of waiting that one step of `priority` is worth; 0: requests may not have a priority.
         default_deadline_s: seconds that a client's request without a deadline of its own may wait for a slot; 0: no
-            bound. Once it has a slot it takes as long as it takes. The program's own requests have no bound.
-        max_answer_s: seconds from its first slot after which a client's answer ends with what it has, finish reason
-            "length"; 0: no bound.
-        scheduler: "fifo", "prefill_first" or "module:Class", or two with a comma between them, which are the capacity
-            half and the micro-batch half; in a program also a RequestScheduler.
-        scheduler_policy: how memory is promised: MAX_UTILIZATION (to what fits now; requests are paused when the pool
-            is full) or GUARANTEED_NO_EVICT (to what fits to its end). V1 batching always does the latter.
-        batching_type: when requests join a batch: V1 (once all of it have ended), InflightBatching (at every step,
-            prompts and decodes in forwards of their own) or InflightFusedBatching (at every step, in one forward).
-        cache_budget: most KV blocks read in one step; if not given, only the pool bounds it.
-        enable_chunked_context: a prompt that fits max_batch_tokens may be split over steps; a longer one always is.
-        margin: share of free blocks below which MAX_UTILIZATION holds new requests back; 0.2 if not given.
-        pause_order: whom MAX_UTILIZATION pauses when the pool is full: newest or oldest; newest if not given.
-        max_pauses: how often MAX_UTILIZATION pauses a request while it can pause another instead.
-        async_batching: the model goes on with the next step while a step's tokens are handed out, as long as
-            requests only decode and one of our own schedulers plans.
-        prompt_lookup: while at most four requests decode, and nothing else, tokens that followed the same words before,
-            in the prompt or the answer, are checked several at a time. Answers stay the same, and it begins and ends by
-            itself where it pays. Needs the native runner and `async_batching`.
+            bound. The time with a slot is not bounded, nor are requests of the program that runs the Batcher.
+        max_answer_s: seconds from its first slot after which a client's answer ends, with its text so far and the
+            finish reason "length"; 0: no bound.
+        scheduler: "fifo", "prefill_first" or "module:Class", or two of them with a comma, the capacity scheduler and
+            the micro-batch scheduler; in a program also a RequestScheduler.
+        scheduler_policy: MAX_UTILIZATION starts each request that fits now, and pauses requests when the pool is full;
+            GUARANTEED_NO_EVICT starts each request that fits at its full length. V1 batching always does the latter.
+        batching_type: when requests join a batch: V1 (after the end of the whole batch), InflightBatching (at every
+            step, prompts and decodes in separate forwards) or InflightFusedBatching (at every step, in one forward).
+        cache_budget: most KV blocks that one step reads; without it only the pool bounds them.
+        enable_chunked_context: split prompts that fit `max_batch_tokens` over several steps, too; longer prompts are
+            always split.
+        margin: the share of free blocks below which MAX_UTILIZATION starts no new requests; 0.2 if not given.
+        pause_order: the request that MAX_UTILIZATION pauses when the pool is full: newest or oldest; newest if not
+            given.
+        max_pauses: how often MAX_UTILIZATION pauses one request while it can pause another one instead.
+        async_batching: run the next step while the tokens of a step are handed out, as long as requests only decode and
+            the scheduler is one of ours.
+        prompt_lookup: draft tokens by repetition: while at most four requests decode, and nothing else, the tokens that
+            followed the same words before are verified several at a time. Answers do not change. Drafting starts and
+            stops by itself, as it pays. Needs the native runner and `async_batching`.
         cpu_offload_space: GiB of host memory for the KV of paused sequences; 0: they are evaluated again.
-        stall_s: seconds of pending work without the end of a step after which the service calls itself stuck.
+        stall_s: seconds of pending work without the end of a step after which the service's health is "stuck".
         system_prompts: contents of system messages to hold from the start.
         max_held_prompts: most system prompts whose KV is held for requests to share, those included.
         kept_prefix_share: share of the KV blocks that stay longest in the prefix cache because requests ask for it
             (`cache_ttl_s`, Anthropic's `cache_control`, OpenAI's `prompt_cache_retention`). They take no memory from
             running requests. 0 ignores what requests ask.
         strip_billing_header: take the first line out of a conversation's system prompt if it begins with
-            "x-anthropic-billing-header:". Claude Code writes another value with each request, and no prompt would begin
-            like the one before.
+            "x-anthropic-billing-header:". Claude Code changes this value with each request, so the prefix cache would
+            never help.
         session_dir: folder for conversations whose KV clients keep under a name (`keep_session`), and load again
             (`resume_session`), also after a restart. Only this user may write to it. Off if not given.
         session_space: GiB that the folder may take; the tenant with the most bytes loses the session that was used
             longest ago.
-        record: a file to record everything to that decides about ticks, for `genbatch replay`. It holds
-            the token ids of prompts and answers, so only its owner may read it. Where the file is there already, FILE.1
-            is made, and so on. While recording, no step begins before the tokens of the last one are handed out.
+        record: a file for a record of all inputs of the scheduler, for `genbatch replay`. It holds the token ids of
+            prompts and answers, so only its owner may read it. If the file exists, FILE.1 is made, and so on. While
+            recording, no step begins before the tokens of the step before are handed out.
         record_limit: MiB after which the recording ends.
         limits: caps on what one request may ask.
 
     Raises:
         SchedulerError: an option of the scheduler is out of range.
-        OptionError: another one is.
+        OptionError: another option is out of range.
     """
 
     n_parallel: int = CpuDefault(8)
