@@ -68,7 +68,7 @@ class Examples:
 @pytest.fixture(scope="module")
 def examples(tiny_model_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Examples]:
     directory = tmp_path_factory.mktemp("examples")
-    model = tool_model(tiny_model_dir("native_llama"), directory / "model")
+    model = tool_model(tiny_model_dir("llama"), directory / "model")
     add_marks(model)
     shutil.copy(EXAMPLES / "shortest_first.py", directory)  # which is on the service's path
     flags = ("--scheduler", "shortest_first:ShortestFirst", "--log-format", "text", "--http", ":0")

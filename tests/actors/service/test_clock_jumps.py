@@ -103,7 +103,7 @@ async def test_a_service_does_not_notice_that_the_wall_clock_jumps(
 ) -> None:
     rpc = f"unix://{tmp_path}/rpc.sock"
     flags = ("--rpc-bind", rpc, "--default-deadline-s", "200", "--stall-s", "60", "--max-restarts", "0")
-    with RunningService(tiny_model_dir("native_llama"), tmp_path, *flags) as service:
+    with RunningService(tiny_model_dir("llama"), tmp_path, *flags) as service:
         monkeypatch.delenv("LD_PRELOAD")
         engine, gateway = service.engine, service.gateway
         async with ZeroMQClient(service.address, timeout=TIMEOUT_S) as client, RPCClient(rpc) as rpc_client:

@@ -24,9 +24,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="fi
 async def test_the_spare_process_becomes_the_engine_and_another_one_is_prepared(
     tiny_model_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    with RunningService(
-        tiny_model_dir("native_llama"), tmp_path, "--spare-engine", "--default-deadline-s", "0"
-    ) as service:
+    with RunningService(tiny_model_dir("llama"), tmp_path, "--spare-engine", "--default-deadline-s", "0") as service:
         async with ZeroMQClient(service.address, timeout=TIMEOUT_S) as client:
             whole = await client.generate([5, 6], max_tokens=5, ignore_eos=True)
             while len(service.engines) < 2:

@@ -97,7 +97,7 @@ async def test_a_take_over_under_load_loses_nothing_and_refuses_nobody(
 ) -> None:
     port, rpc = free_port(), f"unix://{tmp_path}/rpc.sock"
     flags = ("--http", f":{port}", "--rpc-bind", rpc, "--shutdown-timeout-s", "60")
-    model, missing = tiny_model_dir("native_llama"), tmp_path / "no model"
+    model, missing = tiny_model_dir("llama"), tmp_path / "no model"
     if on_demand:
         (tmp_path / "models").mkdir()
         (tmp_path / "models/tiny").symlink_to(model)

@@ -111,7 +111,7 @@ async def test_a_drain_ends_the_streams_of_every_api_in_their_shape_and_refuses_
     (tmp_path / "slowed_scheduler.py").write_text(SCHEDULER)
     timeout = "0.5" if is_cut else "3600"
     flags = ("--http", ":0", "--scheduler", "slowed_scheduler:Slowed", "--shutdown-timeout-s", timeout)
-    model = tool_model(tiny_model_dir("native_llama"), tmp_path / "model")
+    model = tool_model(tiny_model_dir("llama"), tmp_path / "model")
     with RunningService(model, tmp_path, *flags) as service:
         port = int(re.search(r"http://[\d.]+:(\d+)", service.log)[1])  # type: ignore[index]
         events: dict[str, Events] = {}

@@ -38,16 +38,7 @@ TIMEOUT_S = 600.0
 @pytest.fixture
 def tiny(tiny_model_dir: Callable[[str], Path]) -> list[str]:
     """Flags of a private service over a tiny model."""
-    return [
-        "--model",
-        str(tiny_model_dir("native_llama")),
-        "--dtype",
-        "float32",
-        "--n-gpu-layers",
-        "0",
-        "--n-ctx",
-        "512",
-    ]
+    return ["--model", str(tiny_model_dir("llama")), "--dtype", "float32", "--n-gpu-layers", "0", "--n-ctx", "512"]
 
 
 def run(*arguments: str, stdin: str | None = None) -> Result:

@@ -17,7 +17,7 @@ from tests.actors.service.running_service import TIMEOUT_S, RunningService, is_r
 def test_sigterm_lets_open_requests_end_and_is_success(tiny_model_dir: Callable[[str], Path], tmp_path: Path) -> None:
     # The kernel keeps what was sent for a client that is slow to read; ZeroMQ drops it when the service has gone.
     rpc = f"unix://{tmp_path / 'rpc.sock'}"
-    with RunningService(tiny_model_dir("native_llama"), tmp_path, "--rpc-bind", rpc) as service:
+    with RunningService(tiny_model_dir("llama"), tmp_path, "--rpc-bind", rpc) as service:
         assert service.address in service.log and "float32" in service.log
         children = [pid for pid in (service.engine, service.gateway) if pid is not None]
         with (
@@ -44,7 +44,7 @@ def test_a_second_signal_waits_for_nothing(tiny_model_dir: Callable[[str], Path]
     stage = Stage(tmp_path)
     flags = ("--engine", "thread", "--scheduler", stage.scheduler, "--shutdown-timeout-s", "3600")
     with (
-        RunningService(tiny_model_dir("native_llama"), tmp_path, *flags) as service,
+        RunningService(tiny_model_dir("llama"), tmp_path, *flags) as service,
         SyncZeroMQClient(service.address, timeout=TIMEOUT_S) as client,
         stage.holding(),
         client.stream("go", max_tokens=240, ignore_eos=True) as stream,
