@@ -98,8 +98,8 @@ _MAMBA: dict[str, Any] = {
 
 FAMILIES: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaForCausalLM, lambda: LlamaConfig(**_GROUPED)),
-    # With heads that the kernels in C take: its engine process starts in half the time. Its answers are too fast for tests
-    # that kill or pause an engine in the middle of one.
+    # With heads that the kernels in C take: its engine process starts in half the time. Its answers are too fast for
+    # tests that kill or pause an engine in the middle of one.
     "native_llama": (LlamaForCausalLM, lambda: LlamaConfig(**{**_GROUPED, "hidden_size": 64, "head_dim": 16})),
     "qwen3": (Qwen3ForCausalLM, lambda: Qwen3Config(**_GROUPED)),
     "mistral": (MistralForCausalLM, lambda: MistralConfig(**_GROUPED, sliding_window=WINDOW)),
