@@ -493,7 +493,9 @@ def _encoder(
     assert pooled is not None
     model_class, weights = encoder_class(resolved.name, files.config), files.weights()
     check_size(resolved.name, lambda: model_class(files.config), weights)
-    hf, unused = load_encoder(resolved.name, resolved.path, files.config, getattr(torch, dtype), torch.device(str(device)))
+    hf, unused = load_encoder(
+        resolved.name, resolved.path, files.config, getattr(torch, dtype), torch.device(str(device))
+    )
     check_all_used(resolved.name, files.config, weights, set(weights.names()) - unused, is_encoder=True)
     check_finite(resolved.name, hf)
     report("load", _LOAD_STEPS, _LOAD_STEPS)
