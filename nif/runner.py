@@ -417,6 +417,14 @@ class KnowsStep(Protocol):
         """Bytes of a step, where the logits of every token are wanted; those logits are not among them."""
         ...
 
+    def reserve(self, num_tokens: int, num_sequences: int) -> None:
+        """Allocate the buffers of such a step now; the first request would wait for them.
+
+        Raises:
+            MemoryError: there is no room for them.
+        """
+        ...
+
 
 @runtime_checkable
 class BackgroundCopies(Protocol):

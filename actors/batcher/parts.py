@@ -34,6 +34,7 @@ from genbatch.nif.context.engine import Engine
 from genbatch.nif.cuda_device import memory_of
 from genbatch.nif.errors import OptionError, OutOfBlocks
 from genbatch.nif.models.model_names import written_path
+from genbatch.nif.runner import KnowsStep
 from genbatch.nif.step_costs import StepWork
 from genbatch.nif.step_time import StepTimeModel
 from genbatch.proto.errors import Unavailable
@@ -171,7 +172,10 @@ class BatcherParts(GenServer):
             log.warning("a first conversation for nobody could not be read: %r", error)
 
     async def _rehearse_steps(self) -> None:
+        runner = self.ctx.runner
         try:
+            if isinstance(runner, KnowsStep):
+                await self._worker.run(runner.reserve, self.ctx.n_batch, self.ctx.num_sequences)
             await self._time_step(1)
             step_s = await self._fastest_step(1)
             num_tokens = min(REHEARSED_TOKENS, self.options.max_batch_tokens, self.ctx.max_positions)

@@ -288,6 +288,8 @@ typedef struct engine engine;
 /* `caches` holds num_groups of them. The model and the caches must outlive the engine. NULL: no memory. */
 engine *engine_create(const model *m, const cache *caches, int num_threads);
 void engine_destroy(engine *e);
+/* Allocates `bytes` bytes of buffers, and writes to the first ones, so that small steps wait for no pages. false: no memory. */
+bool engine_reserve(engine *e, int64_t bytes);
 int engine_step(engine *e, const step *s, int64_t *where); /* a step_error */
 int64_t step_bytes(const model *m, const step *s, int threads); /* of a step's buffers; reads only the counts of `s` */
 

@@ -151,6 +151,12 @@ class NativeRunner:
         if not self._engine:
             raise MemoryError("cannot allocate the native engine")
 
+    def reserve(self, num_tokens: int, num_sequences: int) -> None:
+        """See `KnowsStep`."""
+        assert self._engine is not None, "the buffers are the engine's"
+        if not self._library.engine_reserve(self._engine, self.step_bytes(num_tokens, num_sequences)):
+            raise MemoryError(STEP_ERRORS[STEP_NO_MEMORY])
+
     def forward(self, batch: RaggedBatch) -> npt.NDArray[np.float32]:
         """Writes the batch's keys and values to its slots and returns logits [R, vocab_size] float32.
 

@@ -173,7 +173,7 @@ int engine_step(engine *e, const step *s, int64_t *where)
     e->step = s;
     enum step_error error = step_check(s, e->model, e->caches, where);
     if (error) return error;
-    if (!workspace_reserve(e)) return STEP_NO_MEMORY;
+    if (!workspace_lay_out(e)) return STEP_NO_MEMORY;
     find_families(e);
     find_adapters(e);
     if (s->best) largest_clear(e->work.maxima, pool_size(e->pool) * s->num_logit_rows); /* a thread may miss the whole step */

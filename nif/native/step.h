@@ -133,6 +133,6 @@ int64_t latent_k(const model *, const latent *); /* inputs of all heads' linears
 void mlp_phases(worker *, const layer *, float *x, int64_t count);
 
 /* workspace.c */
-bool workspace_reserve(engine *); /* for the engine's step; false: no memory */
+bool workspace_lay_out(engine *); /* the buffers of the engine's step; false: no memory */
 
 #endif

@@ -28,6 +28,9 @@ static int64_t scratch_floats(const model *m)
 }
 
 #define LINE 64 /* bytes of a cache line */
+#define SMALL_PAGE 4096 /* bytes; where memory has no huge pages */
+/* Bytes that `engine_reserve` writes to. A huge page may take 5 ms; a step that needs more of them takes seconds. */
+#define TOUCHED (16 << 20)
 
 /* The place of the next buffer. Without memory, bytes are only counted. */
 typedef struct {
@@ -99,18 +102,29 @@ static int64_t lay_out(const model *m, const step *s, int threads, uint8_t *memo
     return to.bytes;
 }
 
-bool workspace_reserve(engine *e)
+static bool grow(engine *e, int64_t bytes)
+{
+    if (bytes <= e->capacity) return true;
+    memory_free(e->memory, e->capacity);
+    e->memory = memory_allocate(bytes);
+    e->capacity = e->memory ? bytes : 0;
+    return e->memory != NULL;
+}
+
+bool workspace_lay_out(engine *e)
 {
     workspace counted;
     const int threads = pool_size(e->pool);
-    const int64_t bytes = lay_out(e->model, e->step, threads, NULL, &counted);
-    if (bytes > e->capacity) {
-        memory_free(e->memory, e->capacity);
-        e->memory = memory_allocate(bytes);
-        e->capacity = e->memory ? bytes : 0;
-        if (!e->memory) return false;
-    }
+    if (!grow(e, lay_out(e->model, e->step, threads, NULL, &counted))) return false;
     lay_out(e->model, e->step, threads, e->memory, &e->work);
+    return true;
+}
+
+bool engine_reserve(engine *e, int64_t bytes)
+{
+    if (!grow(e, bytes)) return false;
+    const int64_t first = smaller(bytes, TOUCHED);
+    for (int64_t at = 0; at < first; at += SMALL_PAGE) ((volatile uint8_t *)e->memory)[at] = 0;
     return true;
 }
 

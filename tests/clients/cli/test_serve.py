@@ -6,9 +6,14 @@ from pathlib import Path
 
 import pytest
 import trio
+from rich.console import Console
 
 from genbatch import Retry, SyncRPCClient, SyncZeroMQClient
-from genbatch.clients.cli.serve import _give_up_start
+from genbatch.actors.batcher.parts import model_cards
+from genbatch.clients.cli import serve
+from genbatch.clients.cli.serve import INT8_GAIN, _give_up_start, banner
+from genbatch.nif.context.engine import load_engine
+from genbatch.nif.engine_options import EngineOptions
 from genbatch.proto.errors import Unavailable
 from tests.actors.engine.stage import Stage
 from tests.actors.service.running_service import TIMEOUT_S, RunningService, is_running, kill
@@ -70,3 +75,32 @@ async def test_a_signal_before_the_service_is_ready_gives_the_start_up(is_ready:
         await trio.lowlevel.checkpoint()
         goes_on = True
     assert goes_on == is_ready
+
+
+@pytest.mark.parametrize(
+    ("quantize", "runner", "multiplies", "is_told"),
+    [
+        ("none", "native", True, True),
+        ("none", "native", False, False),
+        ("int8", "native", True, False),
+        ("none", "torch", True, False),
+    ],
+)
+def test_the_banner_tells_what_int8_would_give(
+    tiny_model_dir: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    quantize: str,
+    runner: str,
+    multiplies: bool,
+    is_told: bool,
+) -> None:
+    monkeypatch.setattr(serve, "multiplies_int8", lambda: multiplies)
+    model = "smollm2" if runner == "native" else str(tiny_model_dir("llama"))  # whose heads the kernels cannot take
+    options = EngineOptions(model_path=model, dtype="float32", quantize=quantize, runner=runner, num_blocks=4)
+    ctx = load_engine(options).open_context(n_parallel=1, n_held=0, n_batch=16)
+    [card] = model_cards(ctx, 1)
+    console = Console(width=200)
+    with console.capture() as printed:
+        console.print(banner(card, {"kv_blocks_max": 1, "kv_block_size": 16}, ["tcp://localhost:1"]))
+    ctx.close()
+    assert (INT8_GAIN in printed.get()) is is_told
