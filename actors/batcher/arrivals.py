@@ -23,6 +23,7 @@ PromptSharing knows the held prefixes of prompts, and which requests reuse them 
 is configured, or when a first message arrives a second time.
 """
 
+import logging
 import math
 import time
 from collections import deque
@@ -59,6 +60,8 @@ if TYPE_CHECKING:  # imports llguidance, which is an extra
 
 T = TypeVar("T")
 
+log = logging.getLogger("genbatch")
+
 # The compiling thread rests after each grammar as long as the grammar took, up to this. Otherwise a flood of small
 # grammars fills all slots in every step: a step in which eight sequences begin takes 2.4 times that of two.
 MAX_REST_S = 0.05
@@ -73,6 +76,11 @@ class Compiled:
 
 
 @dataclass(frozen=True, slots=True)
+class PrepareGrammars:
+    """Get ready for the first grammar now: see GrammarCompiler.prepare. A service sends this once it is ready."""
+
+
+@dataclass(frozen=True, slots=True)
 class Prepared:
     """A sequence without a mask may be planned again."""
 
@@ -80,7 +88,7 @@ class Prepared:
 
 
 class Grammars:
-    """Compile grammars and make slow masks; the first grammar starts the threads, the process and the imports.
+    """Compile grammars and make slow masks; `prepare` or the first grammar starts the threads, process and imports.
 
     Args:
         model: the model that defines the tokens.
@@ -121,6 +129,12 @@ class Grammars:
         waiting.append(request)
         if not self._is_busy:
             self._compile_next()
+
+    def prepare(self) -> None:
+        """Start the thread and the compiler now, so that the first grammar takes no longer than later ones."""
+        if not self._is_closed and self._model.generates:
+            self._compiling = self._compiling or self._open_worker("genbatch-grammar")
+            self._compiling.submit(lambda: self._compiler_here().prepare(), on_done=_log_fault)
 
     def watch(self, sequences: ListOf[Sequence]) -> None:
         """Add sequences that have a constraint."""
@@ -181,23 +195,29 @@ class Grammars:
         assert grammar is not None
         if request.replied:  # the caller left while the request waited
             return []
-        # Import these with the first grammar.
+        compiler = self._compiler_here()
         from genbatch.nif.sampling.grammar import branches
-        from genbatch.nif.sampling.grammar_compiler import GrammarCompiler, GrammarError
+        from genbatch.nif.sampling.grammar_compiler import GrammarError
 
-        if self._compiler is None:
-            self._compiler = GrammarCompiler(self._model, self._max_s)
         owner, answer, kind, text = prefix_key(wanted.tenant), grammar.answer, str(grammar.kind), grammar.text
         if answer is not None:
             try:  # compile the answer's schema alone first, so that an error names the field at fault
-                self._compiler.compile(answer.kind, answer.text, owner, 0)
+                compiler.compile(answer.kind, answer.text, owner, 0)
             except GrammarError as error:
                 raise InvalidRequest(answer.field, str(error)) from None
             kind, text = "branches", branches(grammar.text, answer.kind, answer.text)
         try:
-            return [*self._compiler.compile(kind, text, owner, wanted.n)]
+            return [*compiler.compile(kind, text, owner, wanted.n)]
         except GrammarError as error:
             raise InvalidRequest(grammar.field, str(error)) from None
+
+    def _compiler_here(self) -> "GrammarCompiler":
+        """Return the compiler, on the compiling thread."""
+        if self._compiler is None:
+            from genbatch.nif.sampling.grammar_compiler import GrammarCompiler
+
+            self._compiler = GrammarCompiler(self._model, self._max_s)
+        return self._compiler
 
     def _close_compiler(self) -> None:
         if self._compiler is not None:
@@ -300,6 +320,11 @@ def without_template(job: Callable[[], T], size: int, client: str = "") -> ReadJ
 
 def _ignoring_prompt(job: Callable[[], T], _: ChatPrompt | None) -> T:
     return job()
+
+
+def _log_fault(result: "outcome.Outcome[None]") -> None:
+    if isinstance(result, outcome.Error):  # a request with the same fault gets it as its error
+        log.warning("the compiler of grammars is not ready: %r", result.error)
 
 
 class PromptSharing:

@@ -23,7 +23,7 @@ from typing import Any
 
 import trio
 
-from genbatch.actors.batcher.arrivals import Compiled, Encoded, Prepared, end_complete
+from genbatch.actors.batcher.arrivals import Compiled, Encoded, Prepared, PrepareGrammars, end_complete
 from genbatch.actors.batcher.calls import AdapterReady, SessionFileRead, SessionRead, UnloadOver, WorkEnded
 from genbatch.actors.batcher.journal import Decoded, RunEnded, StepMessage, Stepped
 from genbatch.actors.batcher.messages import DrainOver, Embed, Generate, LoadSession, SaveSession
@@ -462,6 +462,7 @@ _MESSAGES: dict[type, Callable[[Batcher, Any], None]] = {
     BlocksLate: Batcher._blocks_late,
     AdapterReady: Batcher._adapter_ready,
     UnloadOver: Batcher._unload_over,
+    PrepareGrammars: lambda batcher, _: batcher.grammars.prepare(),
     Prepared: Batcher._grammar_prepared,
     DrainOver: Batcher._drain_over,
     Quiet: Batcher._quiet,

@@ -96,6 +96,7 @@ class EngineProcess:
         self._nursery.start_soon(keep_returning_freed_memory)
         num_bytes = resident_bytes() + stats.get("kv_bytes", 0)  # blocks are resident once they are used
         await self._tell(EngineReady(models, stats, num_bytes))
+        side.prepare_rest(self._batcher)
 
     async def _follow(self, number: int, stream: FrameStream) -> None:
         """Serve one gateway."""

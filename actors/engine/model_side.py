@@ -8,6 +8,7 @@ from pathlib import Path
 
 import trio
 
+from genbatch.actors.batcher.arrivals import PrepareGrammars
 from genbatch.actors.batcher.batcher import Batcher
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.parts import context_factory
@@ -67,6 +68,11 @@ async def open_batcher(
     return await start_actor(
         nursery, batcher, name="batcher", mailbox_size=MAILBOX_SIZE, telemetry=telemetry, shutdown_s=SHUTDOWN_S
     )
+
+
+def prepare_rest(batcher: ActorRef) -> None:
+    """Build what only some requests need, now that the service is ready."""
+    batcher.info(PrepareGrammars())
 
 
 def _load_again(engine: Engine, adapters: Sequence[AdapterSource]) -> None:

@@ -177,9 +177,8 @@ class LoadedModels:
             return ticket
         # guard: models that never fit
         if not model.num_loads and model.num_bytes > self._budget:
-            raise Unavailable(
-                f"the model {name} takes {model.num_bytes} bytes, and {self._budget} are there for models"
-            )
+            size, room = model.num_bytes / 2**30, self._budget / 2**30
+            raise Unavailable(f"the model {name} takes {size:.3g} GiB, and models may take {room:.3g} (model_memory)")
         # guard: back-off of failed loads
         if model.phase is Residence.UNLOADED and now < model.retry_at:
             raise _not_loaded(model, now)

@@ -75,6 +75,18 @@ def model_bytes(model_memory: float, max_memory_percent: float) -> int:
     return 2**63 - 1 if free is None else int(free * max_memory_percent)
 
 
+def check_budget(models: Sequence[ManagedModel], model_memory: float) -> None:
+    """Check that one model at least fits into `model_memory` GiB; 0 is no bound that somebody has set.
+
+    Raises:
+        OptionError: none does.
+    """
+    smallest = min(models, key=lambda model: model.num_bytes, default=None)
+    if smallest is not None and model_memory and smallest.num_bytes > model_memory * _GIB:
+        size = f"the smallest model, {smallest.name}, takes {smallest.num_bytes / _GIB:.3g} GiB"
+        raise OptionError("model_memory", f"no model fits into {model_memory:g} GiB: {size}")
+
+
 class EngineOnDemand:
     """Runs the engine of one model while it is wanted; it ends no other engine and no service.
 

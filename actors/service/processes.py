@@ -55,7 +55,14 @@ from genbatch.actors.runtime.errors import StartFailed
 from genbatch.actors.runtime.supervisor import ChildSpec, Intensity, Restart, Supervisor, Task, background
 from genbatch.actors.runtime.telemetry import Telemetry
 from genbatch.actors.service.gateway_process import check_start
-from genbatch.actors.service.on_demand import EngineOnDemand, ModelCatalog, ModelOnDemand, model_bytes, watch_models
+from genbatch.actors.service.on_demand import (
+    EngineOnDemand,
+    ModelCatalog,
+    ModelOnDemand,
+    check_budget,
+    model_bytes,
+    watch_models,
+)
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.served_models import BY_MODEL, unknown_card
 from genbatch.nif.engine_options import EngineOptions
@@ -506,6 +513,7 @@ async def open_processes(
 
     engines = [runner(*each) for each in zip(engine_options, batchers, joints, strict=True)]
     managed = tuple(each.managed(num_kept + index) for index, each in enumerate(on_demand))
+    check_budget(managed, options.model_memory)
     budget = model_bytes(options.model_memory, engine_options[0].max_memory_percent) if managed else 0
     gateway = GatewayRunner(
         StartGateway(encode_options(options), encode_options(batcher_options), of_fleet, names, managed, budget),

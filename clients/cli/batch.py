@@ -180,7 +180,7 @@ def _message(body: dict[str, Any]) -> str:
 
 def _text_of(source: Path) -> str:
     try:
-        return source.read_text(encoding="utf-8")
+        return source.read_text(encoding="utf-8-sig")  # Windows programs begin a file with a byte order mark
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise UsageError(f"{source}, line {line}: not text in UTF-8") from None

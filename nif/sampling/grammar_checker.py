@@ -21,7 +21,8 @@ MAX_MEMORY = 512 * 2**20  # bytes that the child may grow by for one grammar
 
 
 class GrammarChecker:
-    """Starts the child for the first grammar, and again after a child was killed. Use it from one thread at a time.
+    """Starts the child with the first grammar at the latest, and again after a child was killed. Use it from one thread
+    at a time.
 
     Args:
         settings: the argument of `build_tokenizer`.
@@ -40,8 +41,7 @@ class GrammarChecker:
         Returns:
             The grammar in llguidance's form and "", or None and the reason of the refusal.
         """
-        if self._child is None:
-            self._start()
+        self.start()
         answer = self._ask({"kind": kind, "text": text, "max_s": max_s})
         if answer is None:
             self.close()
@@ -60,7 +60,10 @@ class GrammarChecker:
         self._child.wait()
         self._child = None
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start the child, unless there is one, and wait until it has imported its libraries."""
+        if self._child is not None:
+            return
         command = [sys.executable, "-m", "genbatch.nif.sampling.grammar_checker"]
         # Start a new session, so that the terminal's Ctrl-C does not reach the child.
         self._child = subprocess.Popen(

@@ -43,6 +43,15 @@ class GrammarCompiler:
         self._tokenizer: LLTokenizer | None = None
         self._cached: OrderedDict[bytes, GrammarConstraint | str] = OrderedDict()  # str: the reason of a refusal
 
+    def prepare(self) -> None:
+        """Build what the first grammar needs, so that it takes no longer than later ones.
+
+        llguidance builds its tokenizer under the interpreter's lock, so no other thread of this process goes on.
+        """
+        if self._has_end:
+            self._tokenizer = self._tokenizer or build_tokenizer(self._settings)
+            self._checker.start()
+
     def compile(self, kind: str, text: str, owner: bytes, number: int) -> list[GrammarConstraint]:
         """Return constraints for `number` sequences, prepared for their first token.
 
@@ -76,8 +85,8 @@ class GrammarCompiler:
         grammar, refusal = self._checker.check(kind, text, self._max_s)
         if grammar is None:
             return refusal
-        if self._tokenizer is None:
-            self._tokenizer = build_tokenizer(self._settings)
+        self.prepare()
+        assert self._tokenizer is not None
         constraint = compile_matcher(self._tokenizer, grammar)
         constraint.prepare()
         return constraint if constraint.fault is None else constraint.fault

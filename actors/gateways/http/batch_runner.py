@@ -8,6 +8,7 @@ that is kept for newcomers.
 import json
 import logging
 import time
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from http import HTTPStatus
 from typing import Any, NamedTuple
@@ -327,7 +328,8 @@ def read_lines(store: BatchStore, batch: Batch) -> tuple[list[tuple[int, BatchLi
     lines: list[tuple[int, BatchLine]] = []
     errors: list[dict[str, Any]] = []
     seen: set[str] = set()
-    for number, data in enumerate(store.path(batch.input_file_id).read_bytes().split(b"\n"), 1):
+    content = store.path(batch.input_file_id).read_bytes().removeprefix(BOM_UTF8)
+    for number, data in enumerate(content.split(b"\n"), 1):
         if not data.strip():
             continue
         try:

@@ -81,6 +81,13 @@ def test_ends_of_lines_within_a_string_end_no_request(tmp_path: Path) -> None:
     assert [BatchFile.parse(line)["prompt"] for line in lines] == ["a\u2028b\x85c", "d"]
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_request(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "a"}\n', encoding="utf-8-sig")
+    [(number, line)] = BatchFile(source, tmp_path / "out.jsonl").todo()
+    assert (number, BatchFile.parse(line)) == (1, {"prompt": "a"})
+
+
 @pytest.mark.parametrize("text", ["my notes", '{"line":"x"}\n', "[1]\n", '{"x":1}\n{"line":3}\n'])
 def test_a_file_of_something_else_is_not_taken_for_results_and_stays(text: str, tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "notes"

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.service.on_demand import file_bytes, on_demand_in
+from genbatch.actors.service.on_demand import ModelCatalog, check_budget, file_bytes, on_demand_in
 from genbatch.actors.service.options import ServiceOptions
+from genbatch.actors.service.processes import open_processes
 from genbatch.clients.cli.command import UsageError
 from genbatch.clients.cli.serve import FleetFlags, _check_several, name_of
 from genbatch.clients.cli.settings import models_on_demand
@@ -72,6 +73,18 @@ def test_mistakes_of_the_command_line_are_told() -> None:
     with pytest.raises(UsageError, match="two models have the name a"):
         _check_several(ENGINE, ServiceOptions(engine="process"), FleetFlags(), ["a", "a"])
     assert name_of(EngineOptions(model_path="./x/small.gguf")) == "small"
+
+
+async def test_a_budget_that_no_model_fits_into_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    for name, size in (("large.gguf", 3000), ("small.gguf", 2000)):
+        (tmp_path / name).write_bytes(bytes(size))
+    catalog = ModelCatalog(models_on_demand(tmp_path, ENGINE, BATCHER, 60.0))
+    options = ServiceOptions(engine="process", bind=f"ipc://{tmp_path}/sock", model_memory=1000 / 2**30)
+    with pytest.raises(OptionError, match=r"model_memory: no model fits .* the smallest model, small, takes"):
+        async with open_processes(catalog, BATCHER, options):
+            pass
+    check_budget([each.managed(0) for each in catalog.models], 2000 / 2**30)  # one fits
+    check_budget([each.managed(0) for each in catalog.models], 0.0)  # nobody has set a budget
 
 
 def test_a_directory_lists_its_models_by_name(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """/v1/files and /v1/batches: OpenAI's own client, restarts, other owners, and live traffic that goes first."""
 
+import codecs
 import errno
 import json
 import os
@@ -166,6 +167,15 @@ async def test_answers_and_errors_go_to_files_of_their_own(tmp_path: Path) -> No
     }
     assert bad["b"]["response"]["status_code"] == 400
     assert bad["b"]["response"]["body"]["error"]["param"] == "temperature"
+
+
+async def test_a_byte_order_mark_is_no_part_of_the_first_request(tmp_path: Path) -> None:
+    async with served_http(batcher=Slots(), batch_dir=tmp_path / "b") as served:
+        file_id = await upload(served.client, codecs.BOM_UTF8 + jsonl([line("a", "one two")]))
+        body = {"input_file_id": file_id, "endpoint": COMPLETIONS, "completion_window": "24h"}
+        batch = (await served.client.post("/v1/batches", json=body)).json()
+        done = await until(served.client, batch["id"], "completed")
+    assert done["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
 
 
 async def test_live_traffic_goes_first(tmp_path: Path) -> None:

@@ -1,0 +1,127 @@
+"""The first requests of a service find everything built: they import nothing, and their step has its memory."""
+
+import json
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from genbatch import SyncZeroMQClient
+from genbatch.actors.batcher.batcher import Batcher
+from genbatch.actors.batcher.options import BatcherOptions
+from genbatch.actors.runtime.actor import start
+from genbatch.nif.context import Context
+from genbatch.nif.models.loaded_model import Model
+from genbatch.nif.native.runner import NativeRunner, native_runner
+from tests.actors.service.running_service import TIMEOUT_S, RunningService
+
+# Each process of the service writes the names of its imports to a file.
+NOTES_IMPORTS = """
+import os, sys
+from importlib.abc import MetaPathFinder
+
+class Notes(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        with open(os.path.join({folder!r}, f"{{os.getpid()}}.imports"), "a") as file:
+            file.write(name + "\\n")
+
+sys.meta_path.insert(0, Notes())
+"""
+# The last import for grammars, which the engine's process and the one that checks grammars have.
+LAST_IMPORT = "llguidance.numpy"
+MESSAGES = [{"role": "user", "content": "hi"}]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"messages": MESSAGES, "stream": True}),
+    ("/v1/chat/completions", {"messages": MESSAGES, "response_format": {"type": "json_object"}}),
+    (
+        "/v1/chat/completions",
+        {"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]},
+    ),
+    ("/v1/completions", {"prompt": "hi"}),
+    ("/v1/messages", {"messages": MESSAGES}),
+    ("/v1/responses", {"input": "hi"}),
+    ("/api/chat", {"messages": MESSAGES, "model": "smollm2", "stream": False}),
+]
+
+
+def imports(folder: Path) -> dict[str, list[str]]:
+    """The imports of each process so far."""
+    return {file.stem: file.read_text().splitlines() for file in folder.glob("*.imports")}
+
+
+def until_grammars_are_ready(folder: Path) -> None:
+    ends = time.monotonic() + TIMEOUT_S
+    while sum(LAST_IMPORT in names for names in imports(folder).values()) < 2:
+        assert time.monotonic() < ends, "the service did not get ready for grammars"
+        time.sleep(0.05)
+
+
+def test_no_request_imports_anything_after_the_start(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(NOTES_IMPORTS.format(folder=str(tmp_path)))
+    with RunningService(None, tmp_path, "--http", "127.0.0.1:0") as service:
+        address = next(word for word in service.log.split() if word.startswith("http://"))
+        until_grammars_are_ready(tmp_path)
+        before = imports(tmp_path)
+        for path, body in REQUESTS:
+            length = {"max_tokens": 4} if path != "/v1/responses" else {"max_output_tokens": 16}
+            request = urllib.request.Request(address + path, json.dumps(body | length).encode())
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+                answer.read()
+        with SyncZeroMQClient(service.address) as client:
+            client.generate(prompt="hi", max_tokens=4)
+        assert imports(tmp_path) == before
+
+
+class Watched(NativeRunner):
+    """Notes the reservations and the sizes of the steps, in order."""
+
+    calls: list[tuple[str, int]]
+
+    def reserve(self, num_tokens: int, num_sequences: int) -> None:
+        self.calls.append(("reserve", num_tokens))
+        super().reserve(num_tokens, num_sequences)
+
+    def _run(self, batch: Any, logits: Any, best: Any) -> None:
+        self.calls.append(("step", batch.input_ids.numel()))
+        super()._run(batch, logits, best)
+
+
+@pytest.fixture
+def watched(smollm2: Model) -> Iterator[Watched]:
+    plain = native_runner(smollm2)
+    runner = Watched(plain._weights)
+    runner.calls = []
+    yield runner
+    runner.close()
+
+
+async def test_a_batcher_reserves_its_largest_step_before_the_first_one(watched: Watched, smollm2: Model) -> None:
+    async with trio.open_nursery() as nursery:
+        options = BatcherOptions(n_parallel=2, max_batch_tokens=96)
+        batcher = Batcher(lambda: Context(smollm2, watched, n_ctx=256, n_parallel=2, n_batch=96), options)
+        await start(nursery, batcher, name="batcher")
+        assert watched.calls[0] == ("reserve", 96)
+        assert all(kind == "step" for kind, _ in watched.calls[1:])
+        nursery.cancel_scope.cancel()
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_reserving_takes_the_memory_of_a_step_at_once(smollm2: Model) -> None:
+    runner = native_runner(smollm2)
+    runner.allocate([16], 16)
+    size = runner.step_bytes(512, 2)
+    assert size > 8 * 2**20
+    before = resident_bytes()
+    runner.reserve(512, 2)
+    assert resident_bytes() - before > 0.9 * size
+    runner.reserve(64, 2)  # a smaller step needs nothing more
+    assert resident_bytes() - before < 1.5 * size
+    runner.close()
