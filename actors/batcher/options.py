@@ -171,7 +171,7 @@ class BatcherOptions:
         max_batch_tokens: most tokens, decodes and prefill chunks together, in one forward. A GPU takes about 64 a GiB
             of its memory, from 512 to 4096, if nothing is given.
         target_inter_token_latency_ms: milliseconds that a step should take while sequences decode; prompts are split
-            into chunks that fit into this time. A step may always take 2.25 times as long as a step in which all
+            into chunks that fit into this time. A step may always take twice as long as a step in which all
             sequences decode. 0: chunks are as large as `max_batch_tokens`. If not given: 12 on a CPU, 20 on a GPU.
         max_queue: most sequences that wait for a slot; a further request is refused with a retry hint. If not given: 4
             per slot for clients, 1024 for the program that runs the Batcher.

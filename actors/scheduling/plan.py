@@ -15,8 +15,8 @@ from genbatch.nif.step_costs import StepTime, StepWork
 # The first prompt of a step gets at least this many tokens, however little time the step has: prompts never starve.
 LEAST_PROMPT_TOKENS = 8
 # The longest step, prompts included, in terms of a step in which all sequences decode. The gap between two tokens may
-# grow to 2.5 times its usual length, and a step's time varies by a tenth.
-STEP_SHARE = 2.25
+# grow to 2.5 times its usual length, and one step in ten takes a fifth to a quarter longer than expected.
+STEP_SHARE = 2.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ import math
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, TypeVar, get_args
 
 import msgspec
@@ -425,6 +426,16 @@ _INDEX = re.compile(r"\[\d+\]")
 _NO_NAME = re.compile(r"[^\w.\[\]-]", re.ASCII)
 
 
+@cache  # msgspec evaluates all annotations at each call
+def _structs_in(kind: type[msgspec.Struct]) -> Mapping[str, type[msgspec.Struct]]:
+    """Return the types of the fields that hold a Struct or None, by their names."""
+    found: dict[str, type[msgspec.Struct]] = {}
+    for info in msgspec.structs.fields(kind):
+        for each in filter(_is_struct, get_args(info.type)):
+            found.setdefault(info.name, each)
+    return found
+
+
 class Fields:
     """Reads the fields of one body, and remembers the names of those that it ignores.
 
@@ -487,11 +498,9 @@ class Fields:
     def _known(self, body: dict[str, Any], kind: type[msgspec.Struct], path: str) -> dict[str, Any]:
         """The fields of `kind` in `body`, and of Structs within it."""
         known = self.take(body, kind.__struct_fields__, path)
-        for info in msgspec.structs.fields(kind):
-            inner = next((each for each in get_args(info.type) if _is_struct(each)), None)
-            if inner is not None and isinstance(known.get(info.name), dict):
-                place = f"{path}.{info.name}" if path else info.name
-                known[info.name] = self._known(known[info.name], inner, place)
+        for name, inner in _structs_in(kind).items():
+            if isinstance(known.get(name), dict):
+                known[name] = self._known(known[name], inner, f"{path}.{name}" if path else name)
         return known
 
     def _leave(self, path: str, value: object) -> None:

@@ -92,7 +92,7 @@ class Batcher:
 @pytest.fixture
 def sides(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What `open_batcher` was given, and what it raises; EngineSession and the garbage collector stand aside."""
-    sides = SimpleNamespace(progress=None, models=None, fault=None, kept=0)
+    sides = SimpleNamespace(progress=None, models=None, fault=None, kept=0, prepared=0)
 
     async def open_batcher(nursery: Any, start: Any, progress: Any, models: Any) -> Batcher:
         sides.progress, sides.models = progress, models
@@ -104,7 +104,11 @@ def sides(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     def keep() -> None:
         sides.kept += 1
 
-    monkeypatch.setattr(engine_process, "import_module", lambda name: SimpleNamespace(open_batcher=open_batcher))
+    def prepare_rest(batcher: Batcher) -> None:
+        sides.prepared += 1
+
+    side = SimpleNamespace(open_batcher=open_batcher, prepare_rest=prepare_rest)
+    monkeypatch.setattr(engine_process, "import_module", lambda name: side)
     monkeypatch.setattr(Session, "made", [], raising=False)
     monkeypatch.setattr(engine_process, "EngineSession", Session)
     monkeypatch.setattr(engine_process, "keep_for_good", keep)
@@ -127,6 +131,7 @@ async def test_it_is_ready_with_its_models_and_stats_and_ends_when_the_parent_sa
         await started(nursery, parent)
         [ready] = parent.heard
         assert ready == EngineReady(NONE, {"steps": 3}, ready.num_bytes) and ready.num_bytes > 0 and sides.kept == 1
+        assert sides.prepared == 1
         await parent.say.send(StopNow())
 
 

@@ -75,6 +75,7 @@ def test_mistakes_of_the_command_line_are_told() -> None:
     assert name_of(EngineOptions(model_path="./x/small.gguf")) == "small"
 
 
+@pytest.mark.trio
 async def test_a_budget_that_no_model_fits_into_is_refused_before_anything_starts(tmp_path: Path) -> None:
     for name, size in (("large.gguf", 3000), ("small.gguf", 2000)):
         (tmp_path / name).write_bytes(bytes(size))
