@@ -42,7 +42,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": "hi", "max_tokens": 4}),
     ("/v1/messages", {"messages": MESSAGES, "max_tokens": 4}),
     ("/v1/responses", {"input": "hi", "max_output_tokens": 16}),
-    ("/api/chat", {"messages": MESSAGES, "options": {"num_predict": 4}}),
+    ("/api/chat", {"model": "smollm2", "messages": MESSAGES, "options": {"num_predict": 4}}),
 ]
 
 

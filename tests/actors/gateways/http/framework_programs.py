@@ -528,3 +528,123 @@ def _(url: str) -> None:
 @tries("semantic-kernel", "structured output")
 def _(url: str) -> None:
     assert Colour.model_validate_json(kernel_ask(url, response_format=Colour, max_tokens=200))
+
+
+# dspy
+
+
+def dspy_ask(url: str, signature: Any, *, functions: bool = False, **inputs: Any) -> Any:
+    """The prediction of a model that dspy does not know: it is told what the model's service can do."""
+    import dspy
+    from dspy.lm15 import AccessPolicy, ModelSupport, OpenAIChatCompat, ProviderDefinition, register_provider
+
+    access = AccessPolicy("genbatch", base_url=url, env_keys=("GENBATCH_TOKEN",))
+    register_provider(
+        ProviderDefinition.chat(access, compat=OpenAIChatCompat.preset("vllm")),
+        supports=ModelSupport(function_calling=True, response_schema=True),
+    )
+    model = dspy.LM("genbatch/model", api_base=url, api_key="none", max_tokens=400, temperature=1.0, cache=False)
+    with dspy.context(lm=model, adapter=dspy.JSONAdapter(use_native_function_calling=functions)):
+        return dspy.Predict(signature)(**inputs)
+
+
+@tries("dspy", "structured output by its JSONAdapter")
+def _(url: str) -> None:
+    import dspy
+
+    signature = dspy.Signature({"question": (str, dspy.InputField()), "colour": (Colour, dspy.OutputField())})
+    assert isinstance(dspy_ask(url, signature, question="Which?").colour, Colour)
+
+
+@tries("dspy", "native calls of a tool")
+def _(url: str) -> None:
+    import dspy
+
+    def look(place: Literal["here", "there"]) -> str:
+        """Looks somewhere."""
+        return "nothing"
+
+    inputs = {"question": (str, dspy.InputField()), "tools": (list[dspy.Tool], dspy.InputField())}
+    signature = dspy.Signature(inputs | {"calls": (dspy.ToolCalls, dspy.OutputField())})
+    for _ in range(20):  # a random model may call nothing
+        found = dspy_ask(url, signature, functions=True, question="Look", tools=[dspy.Tool(look)])
+        if found.calls is not None and found.calls.tool_calls:
+            break
+    assert all(call.args["place"] in ("here", "there") for call in found.calls.tool_calls)
+
+
+# autogen
+
+
+def autogen_run(url: str, **options: Any) -> Any:
+    """The messages of a run of an agent."""
+    from autogen_agentchat.agents import AssistantAgent
+    from autogen_ext.models.openai import OpenAIChatCompletionClient
+
+    able: Any = {"vision": False, "function_calling": True, "json_output": True, "structured_output": True}
+    settings: Any = {"max_tokens": options.pop("max_tokens", 400), "temperature": 1.0, "seed": options.pop("seed", 0)}
+
+    async def ask() -> Any:
+        client = OpenAIChatCompletionClient(
+            model="model", base_url=url, api_key="none", model_info={**able, "family": "unknown"}, **settings
+        )
+        try:
+            return (await AssistantAgent("agent", model_client=client, **options).run(task="Well?")).messages
+        finally:
+            await client.close()
+
+    return asyncio.run(ask())
+
+
+@tries("autogen-agentchat", "an agent's answer, whole and streamed")
+def _(url: str) -> None:
+    whole, streamed = [autogen_run(url, max_tokens=4, model_client_stream=streams)[-1] for streams in (False, True)]
+    assert whole.content == streamed.content and whole.models_usage.completion_tokens == 4
+
+
+@tries("autogen-agentchat", "an agent with a tool")
+def _(url: str) -> None:
+    seen: list[str] = []
+
+    async def look(place: Literal["here", "there"]) -> str:
+        """Looks somewhere."""
+        seen.append(place)
+        return "nothing"
+
+    for seed in range(20):  # a random model may call nothing
+        autogen_run(url, tools=[look], reflect_on_tool_use=False, seed=seed)
+        if seen:
+            break
+    assert seen and set(seen) <= {"here", "there"}
+
+
+@tries("autogen-agentchat", "structured output")
+def _(url: str) -> None:
+    assert isinstance(autogen_run(url, output_content_type=Colour)[-1].content, Colour)
+
+
+# crewai
+
+
+def crewai_task(url: str, **options: Any) -> Any:
+    """The output of a crew of one agent with one task."""
+    from crewai import LLM, Agent, Crew, Task
+
+    model = LLM(model="openai/model", base_url=url, api_key="none", max_tokens=400, temperature=1.0)
+    tools = options.pop("tools", [])
+    agent = Agent(role="r", goal="g", backstory="b", llm=model, max_iter=1, tools=tools)
+    task = Task(description="Well?", expected_output="a word", agent=agent, **options)
+    return Crew(agents=[agent], tasks=[task]).kickoff()
+
+
+@tries("crewai", "a call of the model")
+def _(url: str) -> None:
+    from crewai import LLM
+
+    model = LLM(model="openai/model", base_url=url, api_key="none", max_tokens=4, temperature=0)
+    assert model.call("Well?") == model.call("Well?")
+
+
+@tries("crewai", "a crew with structured output")
+def _(url: str) -> None:
+    assert isinstance(crewai_task(url, output_pydantic=Colour).pydantic, Colour)
