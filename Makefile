@@ -89,7 +89,15 @@ clients: $(VENV)/.test $(CLIENTS)/.done
 
 # Agents' programs come from npm. Their own installers put a binary in place, which some settings of npm do not allow.
 NPM_CLIENTS := @anthropic-ai/claude-code@^2.1 @openai/codex@^0.169 opencode-ai@^1 ai@^6 @ai-sdk/openai-compatible@^2 zod@^4 ollama@^0.6
-AIDER := aider-chat >= 0.86, < 0.87
+# Each in an environment of its own, for it names the version of each package that it needs.
+AIDER := "aider-chat >= 0.86, < 0.87"
+DSPY := "dspy >= 3.4, < 4"
+AUTOGEN := "autogen-agentchat >= 0.7, < 0.8" "autogen-ext[openai] >= 0.7, < 0.8"
+CREWAI := "crewai >= 1.15, < 2"
+define apart
+	@$(PYTHON) -m venv $(CLIENTS)/$(1)
+	@$(CLIENTS)/$(1)/bin/python -m pip --disable-pip-version-check --quiet install $(2) || echo "$(1) is not tried"
+endef
 # Open WebUI names the version of each package that it needs. What it needs for models of its own takes gigabytes.
 OPEN_WEBUI := open-webui ~= 0.12.4
 define OPEN_WEBUI_NEEDS
@@ -102,8 +110,10 @@ MODULES := $(CLIENTS)/npm/node_modules
 $(CLIENTS)/.done: tests/actors/gateways/http/older_clients.txt Makefile
 	@$(PYTHON) -m venv $(CLIENTS)
 	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet install -r $<
-	@$(PYTHON) -m venv $(CLIENTS)/aider  # it names the version of each package that it needs
-	@$(CLIENTS)/aider/bin/python -m pip --disable-pip-version-check --quiet install "$(AIDER)" || echo "aider is not tried"
+	$(call apart,aider,$(AIDER))
+	$(call apart,dspy,$(DSPY))
+	$(call apart,autogen-agentchat,$(AUTOGEN))
+	$(call apart,crewai,$(CREWAI))
 	@$(PYTHON) -m venv $(CLIENTS)/open-webui
 	@$(CLIENTS)/open-webui/bin/python -m pip --disable-pip-version-check --quiet install --no-deps "$(OPEN_WEBUI)" && \
 		$(CLIENTS)/open-webui/bin/python -c "$$OPEN_WEBUI_NEEDS" | xargs -d '\n' \

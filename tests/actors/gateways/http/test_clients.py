@@ -46,6 +46,7 @@ MODULES = {"openai": "openai", "anthropic": "anthropic", "langchain-openai": "la
 ELSEWHERE = (
     *("smolagents", "litellm", "llama-index", "instructor", "haystack", "semantic-kernel", "ollama", "mistralai"),
 )
+APART = ("dspy", "autogen-agentchat", "crewai")  # each in an environment of its own
 # A tiny model's tokens are single letters, and the prompts of agents have thousands of these.
 POSITIONS_OF_PROMPTS = 16384
 
@@ -68,14 +69,16 @@ def agent_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def run_client(client: str, url: str) -> dict[str, Any]:
     """What a client's programs say, in an environment that has it; skips where none does."""
     python = sys.executable
-    if client in ELSEWHERE:
-        if not OTHERS.exists():
+    if client in ELSEWHERE or client in APART:
+        found = OTHERS.parents[1] / client / "bin" / "python" if client in APART else OTHERS
+        if not found.exists():
             pytest.skip(f"{client} has an environment of its own; make clients")
-        python = str(OTHERS)
+        python = str(found)
     elif importlib.util.find_spec(MODULES[client]) is None:
         pytest.skip(f"{client} is not installed; pip install {client}")
-    # litellm would fetch its list of prices, and haystack would tell its makers.
+    # litellm would fetch its list of prices, and haystack and crewai would tell their makers.
     own = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HAYSTACK_TELEMETRY_ENABLED": "False", "PYTHONPATH": ""}
+    own |= {"CREWAI_DISABLE_TELEMETRY": "true", "CREWAI_TRACING_ENABLED": "false"}
     environment = {**os.environ, **own}
     command = [python, "-W", "ignore", str(PROGRAMS), client, url]
     return _said(command, environment)
