@@ -99,8 +99,8 @@ class Largest:
 class LoraLinear:
     """What an adapter adds to one linear."""
 
-    a: "torch.Tensor"  # [rank, inputs] float32
-    b: "torch.Tensor"  # [outputs, rank] float32
+    a: npt.NDArray[np.float32]  # [rank, inputs]
+    b: npt.NDArray[np.float32]  # [outputs, rank]
     scale: float
 
     @property

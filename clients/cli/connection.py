@@ -64,7 +64,7 @@ class PickedModel(Client):
 
 
 _TITLES = {
-    "start": "Starting PyTorch",
+    "start": "Starting",
     "download": "Downloading the model",
     "convert": "Converting to safetensors",
     "load": "Loading the model",
@@ -284,7 +284,7 @@ def remote_client(address: str, flags: AddressFlags) -> "RemoteClient":
 
 
 async def import_engine(bars: LoadingBars) -> None:
-    """Import torch and transformers on a thread, so that bars move and Ctrl-C works meanwhile."""
+    """Import the engine on a thread, so that bars move and Ctrl-C works meanwhile."""
     bars("start", 0, 0)
     await trio.to_thread.run_sync(import_module, "genbatch.actors.service.service", abandon_on_cancel=True)
 

@@ -24,10 +24,17 @@ DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class ModuleShape:
-    """transformers' module in words: its class's name, and each tensor's shape. All its linears are plain."""
+    """transformers' module in words. All its linears are plain.
+
+    Args:
+        kind: its class's name.
+        tensors: each tensor's shape.
+        parts: its modules without modules inside, by name: (outputs, inputs) of a linear that is not the head.
+    """
 
     kind: str
     tensors: Mapping[str, tuple[int, ...]]
+    parts: Mapping[str, tuple[int, int] | None]
 
 
 class Lazy:
@@ -127,7 +134,16 @@ def weights_sample(model: Model) -> str:
 
 
 def module_shape(model: Model) -> ModuleShape:
-    """The model's module in words."""
+    """Return the model's module in words."""
     if model.shape is not None:
         return model.shape
-    return ModuleShape(type(model.hf).__name__, {name: tuple(one.shape) for name, one in model.hf.state_dict().items()})
+    import torch
+
+    hf: Any = model.hf
+    head = hf.get_output_embeddings() if hasattr(hf, "get_output_embeddings") else None
+    parts = {
+        name: (part.out_features, part.in_features) if isinstance(part, torch.nn.Linear) and part is not head else None
+        for name, part in hf.named_modules()
+        if not list(part.children())
+    }
+    return ModuleShape(type(hf).__name__, {name: tuple(one.shape) for name, one in hf.state_dict().items()}, parts)

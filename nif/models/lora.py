@@ -19,8 +19,10 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import regex
-from safetensors import SafetensorError
+from safetensors import SafetensorError, deserialize
 
 from genbatch.nif.errors import AdapterError
 from genbatch.nif.models.architectures import ARCHITECTURES
@@ -31,9 +33,9 @@ from genbatch.nif.text.expressions import check_repeats
 from genbatch.nif.trusted_files import NotOurs, check_ours
 
 if TYPE_CHECKING:
-    import torch
-
     from genbatch.nif.models.loaded_model import Model
+
+Matrix = npt.NDArray[np.float32]
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -346,22 +348,15 @@ class _Scales:
 
 def _targets(model: "Model") -> dict[str, tuple[int, int]]:
     """Return (outputs, inputs) of every linear that an adapter may change, by name: all runners compute these."""
-    import torch
-
-    hf: Any = model.hf
-    linears = {
-        name: (module.out_features, module.in_features)
-        for name, module in hf.named_modules()
-        if isinstance(module, torch.nn.Linear) and module is not hf.get_output_embeddings()
-    }
-    kind = module_shape(model).kind
-    if kind not in ARCHITECTURES:
+    shape = module_shape(model)
+    linears = {name: size for name, size in shape.parts.items() if size is not None}
+    if shape.kind not in ARCHITECTURES:
         return linears
-    tensors = ARCHITECTURES[kind](hf.config).tensors
+    tensors = ARCHITECTURES[shape.kind](model.config).tensors
     names = (*tensors.qkv, tensors.out, *tensors.gate_up, tensors.down)
     starts = [tensors.layer.format(index) for index in range(len(model.layers))]
     known = {start + name for start in starts for name in names}
-    return {name: shape for name, shape in linears.items() if name in known}
+    return {name: size for name, size in linears.items() if name in known}
 
 
 def _expected(config: Mapping[str, Any], model: "Model", patterns: _Patterns) -> list[str]:
@@ -374,20 +369,14 @@ def _expected(config: Mapping[str, Any], model: "Model", patterns: _Patterns) ->
             return bool(targets) and patterns.matches(field, targets, module)
         return any(module == name or module.endswith(f".{name}") for name in targets or ())
 
-    import torch
-
-    targets = config["target_modules"]
-    hf: Any = model.hf
-    head = hf.get_output_embeddings()
-    modules = []
-    for name, module in hf.named_modules():
-        if targets == "all-linear":
-            is_wanted = isinstance(module, torch.nn.Linear) and module is not head
-        else:
-            is_wanted = names("target_modules", name) and not list(module.children())
-        if is_wanted and not names("exclude_modules", name) and _in_layers(config, name):
-            modules.append(name)
-    return modules
+    every = config["target_modules"] == "all-linear"
+    return [
+        name
+        for name, size in module_shape(model).parts.items()
+        if (size is not None if every else names("target_modules", name))
+        and not names("exclude_modules", name)
+        and _in_layers(config, name)
+    ]
 
 
 def _in_layers(config: Mapping[str, Any], module: str) -> bool:
@@ -407,15 +396,13 @@ def _why_not(module: str) -> str:
 
 def _read_tensors(
     name: str, file: Path, linears: Mapping[str, tuple[int, int]], limits: AdapterLimits, free: int | None
-) -> "tuple[dict[str, tuple[torch.Tensor, torch.Tensor]], Any]":
+) -> tuple[dict[str, tuple[Matrix, Matrix]], Any]:
     """A and B of each module, float32, and a digest that the file's bytes went into."""
-    import torch
-    from safetensors.torch import load
 
     def refuse(reason: str) -> AdapterError:
         return AdapterError(name, f"{WEIGHTS}: {reason}")
 
-    by_module: dict[str, dict[str, torch.Tensor]] = {}
+    by_module: dict[str, dict[str, Matrix]] = {}
     digest = hashlib.sha256()
     try:
         size = file.stat().st_size
@@ -424,19 +411,19 @@ def _read_tensors(
             raise refuse(f"{size} bytes would take up to {4 * size} of the {free} bytes of memory that are free")
         raw = file.read_bytes()  # not mapped: what is digested here is what is served, whatever becomes of the file
         digest.update(raw)
-        tensors = load(raw)
+        tensors = deserialize(raw)  # type: ignore[no-untyped-call]
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         raise refuse(f"cannot be read: {' '.join(str(error).split())[:200]}") from None
     del raw
-    for key, tensor in tensors.items():
+    for key, tensor in tensors:
         module, which = _parsed(refuse, key)
         if module not in linears:
             raise refuse(f"{key}: {_why_not(module)}")
-        _check_shape(refuse, key, which, tuple(tensor.shape), linears[module], limits.max_lora_rank)
-        if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise refuse(f"{key} is of type {tensor.dtype}; float32, float16 and bfloat16 are read")
-        plain = tensor.to(torch.float32, copy=True).contiguous()
-        if not bool(torch.isfinite(plain).all()):
+        _check_shape(refuse, key, which, tuple(tensor["shape"]), linears[module], limits.max_lora_rank)
+        plain = _floats(tensor)
+        if plain is None:
+            raise refuse(f"{key} is of type {tensor['dtype']}; F32, F16 and BF16 are read")
+        if not np.isfinite(plain).all():
             raise refuse(f"{key} has values that are not finite")
         by_module.setdefault(module, {})[which] = plain
     if not by_module:
@@ -450,6 +437,20 @@ def _read_tensors(
             raise refuse(f"{_key(module, 'B')} has rank {pair['B'].shape[1]}, and its A has {len(pair['A'])}")
         pairs[module] = pair["A"], pair["B"]
     return pairs, digest
+
+
+def _floats(tensor: Mapping[str, Any]) -> Matrix | None:
+    """Return a tensor of a safetensors file as float32; None if it is of another type than F32, F16 and BF16."""
+    content, shape = tensor["data"], tensor["shape"]
+    match tensor["dtype"]:
+        case "F32":
+            return np.frombuffer(content, "<f4").reshape(shape).copy()
+        case "F16":
+            return np.frombuffer(content, "<f2").reshape(shape).astype(np.float32)
+        case "BF16":  # the upper half of a float32
+            return (np.frombuffer(content, "<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)
+        case _:
+            return None
 
 
 def _parsed(refuse: Any, key: str) -> tuple[str, str]:

@@ -119,7 +119,9 @@ def kept_model(source: str, found: ModelSource, dtype: str, describe: Callable[[
         config: Any = KeptConfig(said["config"], said["attributes"], said["frequencies"])
         # Kept packed weights make the files' headers needless.
         weights: Any = Lazy(partial(_weights, source, found.path, config))
-        shape = ModuleShape(said["kind"], {name: tuple(size) for name, size in said["tensors"].items()})
+        sizes = {name: tuple(size) for name, size in said["tensors"].items()}
+        parts = {name: None if size is None else (size[0], size[1]) for name, size in said["parts"].items()}
+        shape = ModuleShape(said["kind"], sizes, parts)
         return Model(
             name=found.name,
             hf=Lazy(partial(_module, describe)),  # type: ignore[arg-type]
@@ -208,6 +210,7 @@ def _facts_to_keep(model: Model, shape: ModuleShape) -> dict[str, Any]:
     return {
         "kind": shape.kind,
         "tensors": shape.tensors,
+        "parts": shape.parts,
         "config": model.config.to_dict(),
         "attributes": _attributes(model.config),
         "frequencies": [[each.kind, list(each.values), each.scale] for each in frequencies],

@@ -12,7 +12,9 @@ import numpy.typing as npt
 
 from genbatch.nif.cores import available_cores
 from genbatch.nif.errors import BatchError, OptionError
+from genbatch.nif.models.loaded_model import module_shape
 from genbatch.nif.native.abi import HEADER
+from genbatch.nif.native.adapter_weights import AdapterWeights
 from genbatch.nif.native.kept_weights import kernels_digest
 from genbatch.nif.native.library import (
     KV_BF16,
@@ -34,7 +36,6 @@ from genbatch.nif.runner import Content, Largest, LoraAdapter, RaggedBatch
 
 if TYPE_CHECKING:
     from genbatch.nif.models.loaded_model import Model
-    from genbatch.nif.native.weights import AdapterWeights
 
 _WEIGHT_NAMES = {WEIGHT_F32: "float32", WEIGHT_BF16: "bfloat16"}
 _KV_KINDS = {"float32": KV_F32, "bfloat16": KV_BF16, "int8": KV_I8}
@@ -214,13 +215,8 @@ class NativeRunner:
 
     def add_adapter(self, adapter: LoraAdapter) -> None:
         """See `AdaptingRunner`; the matrices are always in float32."""
-        import torch
-
-        from genbatch.nif.native.weights import AdapterWeights
-
         model = self._weights.model
-        modules = model.hf.named_modules()
-        sizes = {name: module.out_features for name, module in modules if isinstance(module, torch.nn.Linear)}
+        sizes = {name: size[0] for name, size in module_shape(model).parts.items() if size is not None}
         packed = AdapterWeights(self._library, adapter, self._weights.architecture, model.config, sizes)
         self._adapters[adapter.handle] = packed
 

@@ -120,10 +120,10 @@ class DeviceLora:
         row = rank = 0
         for part, size in zip(linears, sizes, strict=True):
             if part is not None:
-                b[row : row + size, rank : rank + part.rank] = part.b * part.scale
+                b[row : row + size, rank : rank + part.rank] = torch.from_numpy(part.b) * part.scale
                 rank += part.rank
             row += size
-        a = torch.cat([linear.a for linear in linears if linear is not None])
+        a = torch.cat([torch.from_numpy(linear.a) for linear in linears if linear is not None])
         return _Pair(a.to(self._device), b.to(self._device))
 
 

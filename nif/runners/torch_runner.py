@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from genbatch.nif.runner import Content, LoraAdapter, LoraLinear, RaggedBatch, Rows
+from genbatch.nif.runner import Content, LoraAdapter, RaggedBatch, Rows
 from genbatch.nif.runners.attention import LayerPool, TorchStep
 from genbatch.nif.runners.tensor_batch import TensorBatch, rows_of, tensors, to_device
 
@@ -20,11 +20,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class _Matrices:
+    """A LoraLinear on the device."""
+
+    a: torch.Tensor  # [rank, inputs] float32
+    b: torch.Tensor  # [outputs, rank] float32
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
 class _Part:
     """The rows of one adapter."""
 
     rows: torch.Tensor  # [n] int64 on the device
-    linears: Mapping[str, LoraLinear]
+    linears: Mapping[str, _Matrices]
 
 
 class LoraHooks:
@@ -38,14 +47,16 @@ class LoraHooks:
     def __init__(self, hf: torch.nn.Module, device: torch.device) -> None:
         self._hf = hf
         self._device = device
-        self._linears: dict[int, Mapping[str, LoraLinear]] = {}  # by handle
+        self._linears: dict[int, Mapping[str, _Matrices]] = {}  # by handle
         self._hooks: dict[str, torch.utils.hooks.RemovableHandle] = {}
         self._parts: list[_Part] = []  # of the step under way
 
     def add(self, adapter: LoraAdapter) -> None:
         """See `AdaptingRunner.add_adapter`."""
         self._linears[adapter.handle] = {
-            name: LoraLinear(linear.a.to(self._device), linear.b.to(self._device), linear.scale)
+            name: _Matrices(
+                torch.from_numpy(linear.a).to(self._device), torch.from_numpy(linear.b).to(self._device), linear.scale
+            )
             for name, linear in adapter.linears.items()
         }
 

@@ -29,8 +29,13 @@ TARGETS = {
 
 def random_adapter(model: Model, targets: tuple[str, ...], rank: int, handle: int) -> LoraAdapter:
     """One that nobody has trained."""
+    random = np.random.default_rng(handle)
+
+    def drawn(*shape: int) -> np.ndarray:
+        return random.standard_normal(shape, np.float32) / 64
+
     linears = {
-        name: LoraLinear(torch.randn(rank, module.in_features) / 64, torch.randn(module.out_features, rank) / 64, 2.0)
+        name: LoraLinear(drawn(rank, module.in_features), drawn(module.out_features, rank), 2.0)
         for name, module in model.hf.named_modules()
         if isinstance(module, torch.nn.Linear) and name.endswith(targets)
     }

@@ -172,7 +172,7 @@ def tensors_with(**changes: torch.Tensor | None) -> Callable[[dict[str, torch.Te
         ({"B": torch.zeros(32, 3)}, "has rank 3, and its A has 4"),
         ({"B": None}, "layers.2.self_attn.q_proj.lora_B.weight is missing"),
         ({"A": torch.full((4, 32), math.nan)}, "q_proj.lora_A.weight has values that are not finite"),
-        ({"A": torch.zeros(4, 32, dtype=torch.int8)}, "of type torch.int8"),
+        ({"A": torch.zeros(4, 32, dtype=torch.int8)}, "of type I8; F32, F16 and BF16 are read"),
         ({"A": torch.zeros(200, 32)}, "has rank 200; 1 to 128 is allowed"),
         ({"A": torch.zeros(0, 32)}, "has rank 0"),
         ({"lm_head.weight": torch.zeros(1)}, "lm_head.weight is no tensor of a LoRA adapter"),

@@ -24,6 +24,7 @@ from genbatch.nif.models.model_source import resolve_model
 from genbatch.nif.models.rope import RopeTables
 from genbatch.nif.models.warm_model import keep_model, kept_model
 from genbatch.nif.text.tokenizer import RESERVED, byte_characters
+from tests.lora_adapters import make_adapter
 from tests.nif.models.gguf_files import write_llama
 from tests.nif.native.models import CONFIGS, build_native_model
 from tests.nif.tiny_models import build_tokenizer
@@ -37,13 +38,14 @@ import sys, threading
 import genbatch.actors.engine.engine_process, genbatch.actors.engine.model_side
 from genbatch import open_batcher
 
-options = dict(n_parallel=2, n_ctx=128, cpu_offload_space=0.01, prefix_cache_dir=sys.argv[2])
+options = dict(n_parallel=2, n_ctx=128, cpu_offload_space=0.01, prefix_cache_dir=sys.argv[2], lora=[sys.argv[3]])
 with open_batcher(sys.argv[1], runner="native", dtype="float32", **options) as batcher:
     for asked in (
         dict(),
         dict(temperature=0.9, seed=4, top_p=0.9, top_k=40, min_p=0.01, logprobs=3, n=2),
         dict(temperature=1.1, seed=5, prompt_logprobs=2, repetition_penalty=1.2, logit_bias={{5: 1.0}}),
         dict(regex="[AB ]{{4,9}}", ignore_eos=False),
+        dict(model="mine"),
     ):
         settings = dict(max_tokens=8, ignore_eos=True) | asked
         print([choice.token_ids for choice in batcher.generate("A B", **settings).choices])
@@ -71,14 +73,15 @@ def kept(path: Path) -> Model | None:
 
 def test_a_native_engine_that_starts_again_imports_neither_transformers_nor_torch(cache: Path, tmp_path: Path) -> None:
     model = build_native_model("llama", tmp_path / "model", build_tokenizer)
+    adapter = make_adapter(model, tmp_path / "adapter")
 
     def start() -> list[str]:
-        command = [sys.executable, "-c", CHILD, str(model), str(tmp_path / "blocks")]
+        command = [sys.executable, "-c", CHILD, str(model), str(tmp_path / "blocks"), f"mine={adapter}"]
         done = subprocess.run(command, capture_output=True, text=True, check=True, env=dict(os.environ))
         return done.stdout.splitlines()
 
     (*cold, imported), (*warm, imported_again) = start(), start()
-    assert "'transformers'" in imported and [len(json.loads(line)) for line in cold] == [1, 2, 1, 1]
+    assert "'transformers'" in imported and [len(json.loads(line)) for line in cold] == [1, 2, 1, 1, 1]
     assert warm == cold
     assert imported_again == "[]"
 

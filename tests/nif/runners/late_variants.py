@@ -25,7 +25,9 @@ RANKS = {1: 8, 2: 40}
 
 def adapter(handle: int) -> LoraAdapter:
     width = CONFIG.num_attention_heads * CONFIG.head_dim
-    linear = LoraLinear(torch.zeros(RANKS[handle], CONFIG.hidden_size), torch.zeros(width, RANKS[handle]), 1.0)
+    linear = LoraLinear(
+        np.zeros((RANKS[handle], CONFIG.hidden_size), np.float32), np.zeros((width, RANKS[handle]), np.float32), 1.0
+    )
     linears = {f"model.layers.{layer}.self_attn.q_proj": linear for layer in range(CONFIG.num_hidden_layers)}
     return LoraAdapter(f"a{handle}", None, "", handle, linears)  # type: ignore[arg-type]
 
