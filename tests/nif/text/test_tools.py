@@ -171,6 +171,14 @@ def test_thinking_in_the_template_s_own_tags_is_separated_from_the_text(tags: Th
         assert take_apart(reader, pieces) == (f"Yes {tags.closes}.", f"hm, {tags.opens[0]} so", [])
 
 
+def test_kimis_calls_have_the_ids_that_the_model_wrote() -> None:
+    written = "".join(
+        f"<|tool_call_begin|>functions.f:{number}<|tool_call_argument_begin|>{{}}<|tool_call_end|>" for number in (3, 4)
+    )
+    parts = AnswerReader(FORMAT["kimi"]).push(f"<|tool_calls_section_begin|>{written}<|tool_calls_section_end|>")
+    assert [piece.id for piece in parts.calls if piece.name] == ["functions.f:3", "functions.f:4"]
+
+
 def test_tags_of_one_model_come_before_those_of_many() -> None:
     assert thinking_tags("<think></think>[THINK][/THINK]") is THINKING_TAGS[0]
     assert thinking_tags("<think></think>") is THINK and thinking_tags("<think>") is None
