@@ -324,7 +324,8 @@ def _watch_drafts(batcher: Batcher) -> None:
         reservation = reserve(entries)
         if left:
             most, is_exact = left.pop()
-            if made is not planned[0]:  # with drafts of prompt lookup the step has a draft of its own
+            # Guessed tokens have a draft of their own. It is empty if they did not fit: then the step is the planned one.
+            if made is not planned[0] and any(made.taken):
                 most = tuple(map(sub, free, made.taken))
             now = kv.free_blocks
             assert now == most if is_exact else all(map(ge, now, most)), f"{most} were to be left free, {now} are"
