@@ -324,7 +324,7 @@ def _watch_drafts(batcher: Batcher) -> None:
         reservation = reserve(entries)
         if left:
             most, is_exact = left.pop()
-            # Guessed tokens have a draft of their own. It is empty if they did not fit: then the step is the planned one.
+            # Guessed tokens have a draft of their own. If they did not fit, it is empty: the step is the planned one.
             if made is not planned[0] and any(made.taken):
                 most = tuple(map(sub, free, made.taken))
             now = kv.free_blocks
