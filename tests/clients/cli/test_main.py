@@ -107,6 +107,7 @@ def test_every_option_of_serve_reaches_the_service(monkeypatch: pytest.MonkeyPat
         batch_size=2,
         batch_timeout=7.5,
         batch_quiet=1.25,
+        kept_prefix_share=0.4,
         max_batch_tokens=99,
         target_inter_token_latency_ms=15.5,
         max_queue=5,
