@@ -217,6 +217,7 @@ def test_every_option_of_serve_reaches_the_service(monkeypatch: pytest.MonkeyPat
         "batch-size": 2,
         "batch-timeout": 7.5,
         "batch-quiet": 1.25,
+        "kept-prefix-share": 0.4,
         "max-batch-tokens": 99,
         "max-queue": 5,
         "max-client-queue-share": 0.25,
