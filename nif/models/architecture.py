@@ -23,6 +23,9 @@ ACTIVATIONS = {
 }
 """transformers' names of activations, as `enum activation`."""
 
+LINEAR_MODULES = ("torch.nn.", "transformers.models.")
+"""Where linears are defined that multiply by a matrix and do nothing else; a router may be one of transformers'."""
+
 RECURRENT_KINDS = ("linear_attention", "mamba")
 """transformers' `layer_types` that keep a state."""
 
@@ -96,6 +99,8 @@ class ExpertNames:
         sigmoid: whether an expert's weight is the sigmoid of its score, and not its share of all.
         correction: name of what is added to the weights while experts are chosen.
         scale: of the weights of those chosen.
+        jitter: if not 0, experts are chosen one after another, each with a share of the scores that are left and lie
+            within twice this of it.
         groups: groups of experts, and how many of them a token's experts come from.
         scales: name of what multiplies each expert's weight.
         own_norms: names of the norms of what the router reads (without ".weight"; times hidden_size ** -0.5), of what
@@ -123,6 +128,7 @@ class ExpertNames:
     sigmoid: bool = False
     correction: str | None = None
     scale: float = 1.0
+    jitter: float = 0.0
     groups: tuple[int, int] = (1, 1)
     scales: str | None = None
     own_norms: tuple[str, ...] = ()
@@ -204,6 +210,34 @@ class LayerEmbeddings:
     gate: str = "per_layer_input_gate"
     back: str = "per_layer_projection"
     post: str = "post_per_layer_input_norm"
+
+
+@dataclass(frozen=True, slots=True)
+class AltUpNames:
+    """Alternating updates (AltUp): several streams of the residual, of which a layer computes one and corrects all.
+
+    Beside attention runs a product of low rank (LAuReL).
+
+    Args:
+        streams: how many there are.
+        active: the stream that layers compute.
+        split: name of the linear from an embedding to stream {} + 1.
+        merge: name of the linear from the last layer's stream {} + 1 to what is averaged.
+        router: names of the norm and of the linear that give a row's routes.
+        predict, correct: names of the linears from routes to the coefficients of streams.
+        output_scale: name of the factors of the active stream that a layer's own embedding meets; None: 1.
+        laurel: names of the linears to the low rank and back, and of the norm behind them.
+    """
+
+    streams: int
+    active: int
+    split: str = "model.altup_projections.{}"
+    merge: str = "model.altup_unembed_projections.{}"
+    router: tuple[str, str] = ("altup.router_norm", "altup.modality_router")
+    predict: str = "altup.prediction_coefs"
+    correct: str = "altup.correction_coefs"
+    output_scale: str | None = "altup.correct_output_scale"
+    laurel: tuple[str, str, str] = ("laurel.linear_left", "laurel.linear_right", "laurel.post_laurel_norm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +335,8 @@ class Architecture:
         gated_attention: whether each head's queries are followed by gates, whose sigmoid multiplies what it attends to.
         value_norm: whether the values of each head are normed, without weights.
         layer_embeddings: None where only the first layer reads an embedding.
+        altup: None where the residual is one stream.
+        sparse: by layer, the standard deviations beyond their mean from which gates count; other layers: all gates do.
         attending: the layers that attend; None: those that neither convolve nor recur.
         mlps: the layers that have an MLP or experts; None: all.
         factors: of a linear's products and bias, by the end of its name.
@@ -335,6 +371,8 @@ class Architecture:
     gated_attention: bool = False
     value_norm: bool = False
     layer_embeddings: LayerEmbeddings | None = None
+    altup: AltUpNames | None = None
+    sparse: Mapping[int, float] = field(default_factory=dict)
     attending: frozenset[int] | None = None
     mlps: frozenset[int] | None = None
     factors: Mapping[str, float] = field(default_factory=dict)
@@ -392,6 +430,12 @@ def shapes_of(config: Any) -> list[tuple[int, int]]:
         for layer, own in config.to_dict()["per_layer_config"].items():
             shapes[int(layer)] = own.get("num_key_value_heads", heads), own.get("head_dim", size)
     return shapes
+
+
+def layer_bases(config: Any) -> tuple[float, ...]:
+    """Return the rotary bases that layers have of their own, each once; none where all layers have the usual one."""
+    bases = sorted({base for base in getattr(config, "layer_rope_theta", None) or () if base})
+    return tuple(bases) if bases and bases != [config.rope_parameters["rope_theta"]] else ()
 
 
 def kv_sources(config: Any) -> dict[int, int]:

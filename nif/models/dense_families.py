@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from statistics import NormalDist
 from typing import Any
 
 from genbatch.nif.models.architecture import (
@@ -9,6 +10,7 @@ from genbatch.nif.models.architecture import (
     PER_HEAD,
     SHARED,
     WHOLE,
+    AltUpNames,
     Architecture,
     LayerEmbeddings,
     Tensors,
@@ -76,6 +78,17 @@ def gemma4(config: Any) -> Architecture:
     )
 
 
+def _gemma3n(config: Any) -> Architecture:
+    pattern = config.activation_sparsity_pattern
+    altup = AltUpNames(config.altup_num_inputs, config.altup_active_idx)
+    return replace(
+        gemma4(config),
+        tensors=_SANDWICH,
+        altup=altup if config.altup_correct_scale else replace(altup, output_scale=None),
+        sparse={layer: NormalDist().inv_cdf(share) for layer, share in enumerate(pattern) if share > 0},
+    )
+
+
 _FUSED = Tensors(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
 
 
@@ -96,6 +109,15 @@ def granite(config: Any) -> Architecture:
         residual_scale=config.residual_multiplier,
         logit_divisor=config.logits_scaling,
     )
+
+
+def granite_swa(config: Any) -> Architecture:
+    """Granite with windows and sinks; each layer has a rotary base of its own, and 0 rotates nothing."""
+    bases = config.layer_rope_theta
+    if len(bases) != config.num_hidden_layers:
+        raise ValueError(f"layer_rope_theta has {len(bases)} numbers for {config.num_hidden_layers} layers")
+    unrotated = frozenset(layer for layer, base in enumerate(bases) if not base)
+    return replace(granite(config), tensors=Tensors(sinks="self_attn.sinks"), no_rope=unrotated)
 
 
 def _smollm3(config: Any) -> Architecture:
@@ -232,10 +254,12 @@ DENSE_FAMILIES: dict[str, Callable[[Any], Architecture]] = {
     "GemmaForCausalLM": _gemma,
     "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,
+    "Gemma3nForCausalLM": _gemma3n,
     "Gemma4UnifiedForCausalLM": gemma4,
     "Phi3ForCausalLM": _phi3,
     "Olmo2ForCausalLM": olmo2,
     "GraniteForCausalLM": granite,
+    "GraniteSWAForCausalLM": granite_swa,
     "SmolLM3ForCausalLM": _smollm3,
     "GlmForCausalLM": _glm,
     "Glm4ForCausalLM": _glm4,

@@ -15,7 +15,7 @@ from genbatch.nif.models.architecture import (
     Tensors,
     latent_rows,
 )
-from genbatch.nif.models.dense_families import ernie, gemma4, granite, hunyuan, llama, qwen3
+from genbatch.nif.models.dense_families import ernie, gemma4, granite, granite_swa, hunyuan, llama, qwen3
 
 
 def _qwen3_moe(config: Any) -> Architecture:
@@ -176,6 +176,19 @@ def _mixtral(config: Any) -> Architecture:
     return replace(llama(config), experts=experts, tensors=Tensors(in_files=((".mlp.", ".block_sparse_moe."),)))
 
 
+def _phimoe(config: Any) -> Architecture:
+    experts = ExpertNames(
+        config.num_local_experts,
+        config.num_experts_per_tok,
+        config.intermediate_size,
+        router="mlp.router",
+        single=("mlp.experts.{}.w1", "mlp.experts.{}.w3", "mlp.experts.{}.w2"),
+        jitter=max(config.router_jitter_noise, 1e-30),  # with 0 the scores of equal experts are shares, too
+    )
+    names = Tensors(in_files=((".mlp.router.", ".block_sparse_moe.gate."), (".mlp.", ".block_sparse_moe.")))
+    return replace(llama(config), layer_norm=True, experts=experts, tensors=names)
+
+
 def _gemma4(config: Any) -> Architecture:
     if not config.enable_moe_block:
         return gemma4(config)
@@ -221,6 +234,11 @@ def granite_moe(config: Any) -> Architecture:
     return replace(granite(config), tensors=names, experts=experts if config.num_local_experts else None)
 
 
+def _granite_moe_swa(config: Any) -> Architecture:
+    mixed, own = granite_moe(config), granite_swa(config)
+    return replace(mixed, tensors=replace(mixed.tensors, sinks=own.tensors.sinks), no_rope=own.no_rope)
+
+
 def _gpt_oss(config: Any) -> Architecture:
     experts = ExpertNames(
         config.num_local_experts,
@@ -244,7 +262,9 @@ EXPERT_FAMILIES: dict[str, Callable[[Any], Architecture]] = {
     "MixtralForCausalLM": _mixtral,
     "GptOssForCausalLM": _gpt_oss,
     "Gemma4ForCausalLM": _gemma4,
+    "PhimoeForCausalLM": _phimoe,
     "GraniteMoeForCausalLM": granite_moe,
+    "GraniteMoeSWAForCausalLM": _granite_moe_swa,
     "GraniteMoeSharedForCausalLM": granite_moe,
     "Qwen2MoeForCausalLM": qwen2_moe,
     "OlmoeForCausalLM": _olmoe,

@@ -309,8 +309,12 @@ def check_complete(
         ModelError: a tensor is missing, has another shape, or is not used.
     """
     for name in _SIZES:
-        if isinstance(value := getattr(config, name, None), list | tuple):
+        if not isinstance(value := getattr(config, name, None), list | tuple):
+            continue
+        if "list" not in str(type(config).__annotations__.get(name)):
             raise ModelError(source, f"{name} is {shown(value)}; a {kind} has one size for all layers")
+        if not all(_is_whole(size) and 1 <= size <= _MAX_NUMBER for size in value):
+            raise ModelError(source, f"{name} is {shown(value)}; each must be a whole number from 1 on")
     try:
         architecture = ARCHITECTURES[kind](config)
     except (TypeError, ValueError, ArithmeticError, AttributeError, KeyError) as fault:

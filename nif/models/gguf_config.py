@@ -130,6 +130,7 @@ _YARN_SCALES = {"deepseek2": 10.0, "mistral3": 1.0}
 _YARN_KEYS = ("yarn_beta_fast", "yarn_beta_slow", *_YARN_AS_EVER)
 _ROPE_SCALING = ("type", "factor", "original_context_length", "attn_factor", "finetuned", *_YARN_KEYS)
 _ROPES_BY_LAYER = ("gemma3",)
+_SCALED_BY_DEFAULT = ("apertus",)  # by transformers, where a configuration does not say that it is not
 
 
 def _rope_parameters(file: GgufFile, settings: dict[str, Any], head_dim: int | None) -> dict[str, Any] | None:
@@ -181,7 +182,7 @@ def _rope_parameters(file: GgufFile, settings: dict[str, Any], head_dim: int | N
         if rope["rope_type"] not in ("default", "linear"):
             raise file.fault(f"{prefix}type or rope_freqs.weight: {architecture} is read with linear scaling only")
         return rope if rope["rope_type"] == "linear" else None
-    if len(rope) == 1 and not rotates_part:
+    if len(rope) == 1 and not rotates_part and architecture not in _SCALED_BY_DEFAULT:
         return None
     return {**rope, "rope_theta": settings.pop("rope_theta", 10000.0)}
 

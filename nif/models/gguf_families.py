@@ -16,7 +16,7 @@ from genbatch.nif.models.gguf_family import (
     TOP_NAMES,
     GgufFamily,
 )
-from genbatch.nif.models.gguf_gemma import settle_gemma4
+from genbatch.nif.models.gguf_gemma import settle_gemma3n, settle_gemma4
 from genbatch.nif.models.gguf_hybrids import HYBRID_FAMILIES
 from genbatch.nif.models.gguf_latent import SIGMOID, settle_latent
 
@@ -25,6 +25,18 @@ _SANDWICH_NAMES = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
+}
+_OWN_EMBEDDINGS = {
+    **_SANDWICH_NAMES,
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
+_TOP_WITH_OWN = {
+    **TOP_NAMES,
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
 }
 _FUSED_NAMES = {**LAYER_NAMES, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 _BIASES = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_down.bias"}
@@ -112,12 +124,38 @@ FAMILIES = {
         },
     ),
     "gemma3": GgufFamily(_SANDWICH_NAMES, norm_offset=-1.0, kind="gemma3_text", settings=SETTINGS),
+    "gemma3n": GgufFamily(
+        {
+            **_OWN_EMBEDDINGS,
+            "altup_router": "altup.modality_router",
+            "altup_router_norm": "altup.router_norm",
+            "altup_predict_coef": "altup.prediction_coefs",
+            "altup_correct_coef": "altup.correction_coefs",
+            "laurel_l": "laurel.linear_left",
+            "laurel_r": "laurel.linear_right",
+            "laurel_post_norm": "laurel.post_laurel_norm",
+        },
+        kind="gemma3n_text",
+        settings={
+            **SETTINGS,
+            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+            "attention.shared_kv_layers": "num_kv_shared_layers",
+            "final_logit_softcapping": "final_logit_softcapping",
+            "altup.num_inputs": "altup_num_inputs",
+            "altup.active_idx": "altup_active_idx",
+        },
+        bare={"altup_correct_scale.weight": "altup.correct_output_scale"},
+        top_names=_TOP_WITH_OWN,
+        stacked={
+            "altup_proj": "model.altup_projections.{}.weight",
+            "altup_unembd_proj": "model.altup_unembed_projections.{}.weight",
+        },
+        windows_by_layer=True,
+        settle=settle_gemma3n,
+    ),
     "gemma4": GgufFamily(
         {
-            **_SANDWICH_NAMES,
-            "inp_gate": "per_layer_input_gate",
-            "proj": "per_layer_projection",
-            "post_norm": "post_per_layer_input_norm",
+            **_OWN_EMBEDDINGS,
             "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
             "post_ffw_norm_1": "post_feedforward_layernorm_1",
             "post_ffw_norm_2": "post_feedforward_layernorm_2",
@@ -140,12 +178,7 @@ FAMILIES = {
             "ffn_down_exps.weight": "experts.down_proj",
             "ffn_down_exps.scale": "router.per_expert_scale",
         },
-        top_names={
-            **TOP_NAMES,
-            "per_layer_token_embd": "model.embed_tokens_per_layer",
-            "per_layer_model_proj": "model.per_layer_model_projection",
-            "per_layer_proj_norm": "model.per_layer_projection_norm",
-        },
+        top_names=_TOP_WITH_OWN,
         windows_by_layer=True,
         settle=settle_gemma4,
     ),
@@ -254,6 +287,12 @@ FAMILIES = {
         fixed={"norm_topk_prob": True},  # llama.cpp always does
     ),
     "qwen3vl": GgufFamily(LAYER_NAMES, kind="qwen3", settings=SETTINGS),
+    "apertus": GgufFamily(
+        {**LAYER_NAMES, "attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},
+        settings=SETTINGS,
+        present={"attention_bias": "blk.0.attn_q.bias"},
+        numbers={f"xielu.{part}": f"mlp.act_fn.{part}" for part in ("alpha_p", "alpha_n", "beta", "eps")},
+    ),
     "arcee": GgufFamily(LAYER_NAMES, rotates_pairs=True, settings=SETTINGS, present=_BIASES),
     "qwen2moe": GgufFamily(
         SHARED_EXPERT_NAMES,

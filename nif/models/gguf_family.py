@@ -70,6 +70,8 @@ class GgufFamily:
         layer: the beginning of transformers' names of a layer's tensors.
         present: settings that are true where the file has a tensor of this name.
         per_head: tensors of a layer that hold one row a head, and transformers' name of a row.
+        stacked: tensors of no layer that hold several matrices, and transformers' name of one.
+        numbers: keys whose value is a number for each layer, and the tensor of a layer that has it in a module.
         qkv_together: whether queries, keys and values are one tensor with all queries first, which a module has head by
             head.
         rotates_part: whether rope.dimension_count may be less than a head.
@@ -102,6 +104,8 @@ class GgufFamily:
     layer: str = "model.layers.{}."
     present: dict[str, str] = field(default_factory=dict)
     per_head: dict[str, str] = field(default_factory=dict)
+    stacked: dict[str, str] = field(default_factory=dict)
+    numbers: dict[str, str] = field(default_factory=dict)
     qkv_together: bool = False
     rotates_part: bool = False
     single_rows: tuple[str, ...] = ()

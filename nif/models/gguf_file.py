@@ -12,7 +12,7 @@ import math
 import re
 import struct
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -223,6 +223,7 @@ def _kind_name(kind: int) -> str:
 
 
 _LAYER = re.compile(r"blk\.(0|[1-9][0-9]*)\.([\w.]+?)(?:\.(weight|bias))?")
+_IN_A_ROW = (".alpha_p", ".alpha_n")  # numbers that a module has as rows of one element
 _CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")
 _OF_CONFIG = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 
@@ -246,11 +247,14 @@ class GgufWeights:
         if file.metadata.get(f"{file.architecture}.pooling_type") == GGUF_RANK:
             of_config += ("cls.output.weight", "cls.output.bias")  # gguf_scoring reads them
         self._stored: dict[str, str] = {}  # by transformers' names
-        self._row: dict[str, int] = {}  # of transformers' tensors that are one row of a stored one
+        self._place: dict[str, int] = {}  # of transformers' tensors that are a row or a matrix of a stored one
         self._parts: dict[str, dict[int, str]] = {}  # of transformers' tensors that are several stored ones, by place
+        self._numbers: dict[str, np.ndarray] = {}  # by transformers' names, what the metadata have
         for name in file.names():
             if name not in of_config:
                 self._add(name)
+        for key, part in family.numbers.items():
+            self._add_numbers(key, part)
 
     def names(self) -> Collection[str]:
         """As in `WeightSource`."""
@@ -260,11 +264,16 @@ class GgufWeights:
         """As in `WeightSource`."""
         if name not in self._stored:
             raise self._file.fault(f"the tensor for {name} is missing")
+        if name in self._numbers:
+            own: tuple[int, ...] = (1,) if name.endswith(_IN_A_ROW) else ()
+            return StoredTensor(name, "F32", own, self._numbers[name].view(np.uint8).reshape(1, -1))
         if name in self._parts:
             return self._joined(name)
         found = self._file.tensor(self._stored[name])
-        if (row := self._row.get(name)) is not None:
-            return StoredTensor(name, found.kind, found.shape[-1:], found.rows[row : row + 1])
+        if (place := self._place.get(name)) is not None:
+            if len(found.shape) > 2:
+                return replace(found.part(place), name=name)
+            return StoredTensor(name, found.kind, found.shape[-1:], found.rows[place : place + 1])
         shape, rows = found.shape, found.rows
         if name.endswith(self._family.flattened) and len(shape) == 2:
             shape, rows = (math.prod(shape),), rows.reshape(1, -1)
@@ -291,19 +300,31 @@ class GgufWeights:
     def _add(self, stored: str) -> None:
         """Enter the names of a stored tensor: its own, unless the family has names for it."""
         match = _LAYER.fullmatch(stored)
-        per_head = None if match is None else self._family.per_head.get(match[2])
+        each = self._family.stacked.get(stored.removesuffix(".weight"))
+        if match is not None and (per_head := self._family.per_head.get(match[2])):
+            each = self._family.layer.format(match[1]) + per_head
         if match is not None and match[3] == "weight" and match[2] in self._family.joined:
             ours, place = self._family.joined[match[2]]
             name = f"{self._family.layer.format(match[1])}{ours}.weight"
             self._stored[name] = stored
             self._parts.setdefault(name, {})[place] = stored
             return
-        if match is None or per_head is None:
+        if each is None:
             self._stored[self._name_of(stored) or stored] = stored
             return
-        for head in range(len(self._file.tensor(stored).rows)):
-            name = self._family.layer.format(match[1]) + per_head.format(head)
-            self._stored[name], self._row[name] = stored, head
+        for place in range(self._file.tensor(stored).shape[0]):
+            name = each.format(place)
+            self._stored[name], self._place[name] = stored, place
+
+    def _add_numbers(self, key: str, part: str) -> None:
+        """Enter each layer's number of a key as a tensor."""
+        value, count = self._file.metadata.get(key), self._config.num_hidden_layers
+        values = np.broadcast_to(value, count) if isinstance(value, float) else value  # one number for all layers
+        if not isinstance(values, np.ndarray) or values.shape != (count,) or not np.isfinite(values).all():
+            raise self._file.fault(f"{key} is {value}, not a number for each of {count} layers")
+        for layer, number in enumerate(values.astype(np.float32)):
+            name = f"{self._family.layer.format(layer)}{part}"
+            self._stored[name], self._numbers[name] = key, np.array([number])
 
     def _name_of(self, stored: str) -> str | None:
         family = self._family

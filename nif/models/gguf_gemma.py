@@ -1,5 +1,6 @@
-"""Translates what GGUF files of Gemma say of layers that differ: heads, widths and rotary embeddings."""
+"""Translates what GGUF files of Gemma say of layers that differ: heads, widths, sparsity and rotary embeddings."""
 
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,7 @@ def settle_gemma4(file: Any, settings: dict[str, Any]) -> None:
         ModelError: the metadata contradict each other; the reason names the key or the tensor.
     """
     said, start = file.metadata, f"{file.architecture}."
-    kinds = settings.get("layer_types")
-    if not isinstance(kinds, list) or len(kinds) != settings.get("num_hidden_layers"):
-        raise file.fault(f"{start}attention.sliding_window_pattern is no list of {settings.get('num_hidden_layers')}")
-    if (scaling := said.get(f"{start}rope.scaling.type", "none")) != "none":
-        raise file.fault(f"{start}rope.scaling.type is {scaling!r}; only none is read")
+    kinds = _kinds_of_layers(file, settings)
     full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
     settings["global_head_dim"] = settings.pop("head_dim", None)
     settings["head_dim"] = said.get(f"{start}attention.key_length_swa", settings["global_head_dim"])
@@ -45,10 +42,47 @@ def settle_gemma4(file: Any, settings: dict[str, Any]) -> None:
     settings.setdefault("hidden_size_per_layer_input", 0)
     if "per_layer_token_embd.weight" in file.names():
         settings["vocab_size_per_layer_input"] = file.tensor("per_layer_token_embd.weight").shape[0]
-    settings["rope_parameters"] = {
-        "full_attention": _proportional(file, settings.pop("rope_theta", 1e6), settings["global_head_dim"]),
-        "sliding_attention": {"rope_type": "default", "rope_theta": said.get(f"{start}rope.freq_base_swa", 10000.0)},
-    }
+    full_rope = _proportional(file, settings.pop("rope_theta", 1e6), settings["global_head_dim"])
+    settings["rope_parameters"] = {"full_attention": full_rope, "sliding_attention": _window_rope(file)}
+
+
+def settle_gemma3n(file: Any, settings: dict[str, Any]) -> None:
+    """Translate the metadata of a Gemma 3n to the configuration's settings.
+
+    A file has the standard deviations from which a layer's gates count; the configuration has the share below them.
+
+    Args:
+        file: the GgufFile.
+        settings: changed in place.
+
+    Raises:
+        ModelError: the metadata contradict each other; the reason names the key or the tensor.
+    """
+    _kinds_of_layers(file, settings)
+    deviations = _each(file, "activation_sparsity_scale", settings)
+    if not all(isinstance(number, float) for number in deviations):
+        raise file.fault(f"{file.architecture}.activation_sparsity_scale is {deviations}, not a number for each layer")
+    settings["activation_sparsity_pattern"] = [NormalDist().cdf(number) for number in deviations]
+    settings["intermediate_size"] = _each(file, "feed_forward_length", settings)
+    settings["laurel_rank"] = file.tensor("blk.0.laurel_l.weight").shape[0]
+    settings["vocab_size_per_layer_input"] = file.tensor("per_layer_token_embd.weight").shape[0]
+    full_rope = {"rope_type": "default", "rope_theta": settings.pop("rope_theta", 1e6)}
+    settings["rope_parameters"] = {"full_attention": full_rope, "sliding_attention": _window_rope(file)}
+
+
+def _kinds_of_layers(file: Any, settings: dict[str, Any]) -> list[str]:
+    """Return the kind of each layer's attention, and refuse a scaled rotary embedding."""
+    start, kinds, count = f"{file.architecture}.", settings.get("layer_types"), settings.get("num_hidden_layers")
+    if not isinstance(kinds, list) or len(kinds) != count:
+        raise file.fault(f"{start}attention.sliding_window_pattern is no list of {count}")
+    if (scaling := file.metadata.get(f"{start}rope.scaling.type", "none")) != "none":
+        raise file.fault(f"{start}rope.scaling.type is {scaling!r}; only none is read")
+    return kinds
+
+
+def _window_rope(file: Any) -> dict[str, Any]:
+    base = file.metadata.get(f"{file.architecture}.rope.freq_base_swa", 10000.0)
+    return {"rope_type": "default", "rope_theta": base}
 
 
 def _own(layers: list[int], settings: dict[str, Any]) -> list[int]:

@@ -517,10 +517,6 @@ def _encoder(
     )
 
 
-# Text models that run in torch without the parts around them.
-_TEXT_IN_TORCH = ("Gemma3nForCausalLM",)
-
-
 # Text models that transformers has only inside others, and the kinds of those that compute the same of text alone.
 _SAME_AS = {"qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe"}
 _OF_PICTURES = ("mrope_section", "mrope_interleaved")  # text has one position in all three directions
@@ -555,8 +551,7 @@ def _text_model(config: Any) -> Any:
         rope = {name: value for name, value in (text.rope_parameters or {}).items() if name not in _OF_PICTURES}
         text = AutoConfig.for_model(same, **{**fields, "rope_parameters": rope})
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
-    known = kind is not None and (described(kind) or kind.__name__ in _TEXT_IN_TORCH)
-    return text if known else None
+    return text if kind is not None and described(kind) else None
 
 
 def _supported_class(source: str, config: PreTrainedConfig) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from genbatch.nif.models.architecture import has_alpha, shapes_of
+from genbatch.nif.models.architecture import has_alpha, layer_bases, shapes_of
 
 _FIRST_POSITIONS = 1024
 
@@ -25,12 +25,13 @@ class Frequencies:
     """What one table is made of.
 
     Args:
-        kind: of the layers (transformers' `layer_types`); None where all layers share one table.
+        kind: of the layers (transformers' `layer_types`), or the base where layers have bases of their own; None where
+            all layers share one table.
         values: radians per position for each pair of elements, [rotary_dim / 2], exactly float32.
         scale: the factor of cosines and sines.
     """
 
-    kind: str | None
+    kind: str | float | None
     values: Sequence[float]
     scale: float
 
@@ -44,7 +45,7 @@ class RopeTables:
         max_position: positions that a sequence may have.
 
     Attributes:
-        kinds: the kinds of layers, by table.
+        kinds: as in `Frequencies`, by table.
         rotary_dims: elements of a head that are rotated, by table.
         max_position: as above.
     """
@@ -83,19 +84,21 @@ def rope_frequencies(config: Any, *, partial: bool) -> Sequence[Frequencies]:
     if kept is not None:
         return kept
     parameters: Any = _rope_parameters(config)
-    kinds = sorted(parameters) if "rope_type" not in parameters else [None]
+    shared = sorted(parameters) if "rope_type" not in parameters else [None]
+    kinds: Sequence[str | float | None] = layer_bases(config) or shared
     return [_computed(config, kind, partial=partial) for kind in kinds]
 
 
-def _computed(config: Any, kind: str | None, *, partial: bool) -> Frequencies:
+def _computed(config: Any, kind: str | float | None, *, partial: bool) -> Frequencies:
     import torch  # here: a model whose configuration was kept does without
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    parameters = _rope_parameters(config) if kind is None else config.rope_parameters[kind]
-    base = parameters["rope_theta"]
+    parameters = config.rope_parameters[kind] if isinstance(kind, str) else _rope_parameters(config)
+    base = kind if isinstance(kind, float | int) else parameters["rope_theta"]
     if parameters["rope_type"] != "default" and not has_alpha(parameters):
         init = ROPE_INIT_FUNCTIONS[parameters["rope_type"]]
         frequencies, scale = init(config, torch.device("cpu"), layer_type=kind)
+        scale = parameters.get("short_mscale", scale)  # Phi-MoE's own
         return Frequencies(kind, frequencies.float().tolist(), float(scale))
     shapes, kinds = shapes_of(config), getattr(config, "layer_types", None) or ()
     size = shapes[kinds.index(kind) if kind in kinds else 0][1]
@@ -117,4 +120,5 @@ def rope_kinds(config: Any) -> list[str]:
     """Return the types of a model's rotary embeddings ("default", "llama3", ...), one per table."""
     parameters: Any = _rope_parameters(config)
     nested = [parameters] if "rope_type" in parameters else list(parameters.values())
+    nested *= max(1, len(layer_bases(config)))
     return ["default" if has_alpha(one) else one["rope_type"] for one in nested]

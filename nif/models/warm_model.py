@@ -27,6 +27,7 @@ from tokenizers import Tokenizer as Backend
 
 from genbatch.nif.cuda_device import CPU
 from genbatch.nif.errors import ModelError
+from genbatch.nif.models.architecture import LINEAR_MODULES
 from genbatch.nif.models.architectures import ARCHITECTURES, layer_groups, layer_shapes, max_position
 from genbatch.nif.models.loaded_model import Lazy, Model, ModuleShape, module_shape, weights_sample
 from genbatch.nif.models.model_source import ModelSource, cache_directory, quiet_transformers
@@ -190,7 +191,8 @@ def _described(model: Model) -> dict[str, Any] | None:
     hf, shape = model.hf, module_shape(model)
     import torch  # here: `describe_model` has imported it
 
-    if any(isinstance(part, torch.nn.Linear) and type(part) is not torch.nn.Linear for part in hf.modules()):
+    linears = [part for part in hf.modules() if isinstance(part, torch.nn.Linear)]
+    if not all(type(part).__module__.startswith(LINEAR_MODULES) for part in linears):
         return None
     try:
         said = _facts_to_keep(model, shape)

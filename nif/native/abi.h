@@ -11,6 +11,7 @@
 #define MAX_GROUPS 4 /* layer groups */
 #define MAX_ROPES 2 /* tables of cosines and sines */
 #define MAX_HEAD_DIM 576
+#define MAX_STREAMS 8 /* of the residual */
 #define LORA_COLUMNS 16 /* outputs of half a block (gates or ups), for which an adapter's ranks are stored together */
 
 /* Formats of weights. Formats after WEIGHT_U4 keep the bits of the file: see stored.h. WEIGHT_WIDE is bfloat16 weights
@@ -109,6 +110,9 @@ typedef struct {
     /* of the experts' sum, and of the output of an MLP beside the experts, if there is one */
     norm sum_norm, beside_norm;
     float scale; /* a factor of the chosen experts' weights */
+    /* If not 0, experts are chosen one after another, and a weight is a share of the scores that are left and lie within
+     * twice this of the highest, relative to the larger size. */
+    float jitter;
     int32_t intermediate; /* of one expert */
 } experts;
 
@@ -147,6 +151,18 @@ typedef struct {
     float eps; /* of both norms */
 } latent;
 
+/* Alternating updates (AltUp): the residual of a token is several streams. A layer predicts all streams from all, computes the
+ * active one, and corrects all by the difference. Beside attention runs a product of low rank (LAuReL). See altup.c. */
+typedef struct {
+    norm router_norm;
+    const float *router; /* [num_streams, hidden]: gives a route for each stream */
+    const float *predict; /* [to, from, route] of num_streams each */
+    const float *correct; /* [to, route] */
+    const float *output_scale; /* [hidden], factors of the active stream that the layer's own embedding meets; or NULL */
+    linear left, right; /* to the low rank and back */
+    norm post; /* of the output of `right` */
+} altup;
+
 /* The first half of a layer attends or convolves (if `qkv` has outputs), or recurs, or does both and adds the sum. The
  * second half is an MLP or experts. Either half may be missing. */
 typedef struct {
@@ -164,6 +180,7 @@ typedef struct {
     const recurrence *recurrence; /* or NULL */
     const latent *latent; /* or NULL */
     const experts *experts; /* or NULL */
+    const altup *altup; /* or NULL */
     int32_t group; /* the layer group */
     int32_t index_in_group; /* the layer's place in its group */
     int32_t window; /* positions that a token attends to; INT32_MAX: all */
@@ -177,6 +194,10 @@ typedef struct {
     float scale; /* a factor of the layer's output */
     /* for XIELU: square * x^2 + slope * x above 0, curve * (exp(min(x, least)) - 1 - x) + slope * x below */
     float square, curve, slope, least;
+    /* whether gates count only beyond their mean and `deviations` standard deviations; then `gate_up` gives all gates
+     * before all ups */
+    int32_t sparse;
+    float deviations;
 } layer;
 
 /* Rows of embeddings: row-major in WEIGHT_F32 or WEIGHT_BF16, or blocks as in a part. */
@@ -209,6 +230,9 @@ typedef struct {
     table embedding, layer_embedding; /* layer_embedding: a row has a token's embeddings for all layers */
     linear inputs; /* makes of a token's embedding the addition to each layer's own */
     norm inputs_norm; /* [layer_width] */
+    int32_t num_streams, active_stream; /* of the residual, with altup; else 0 */
+    linear split; /* makes of a token's embedding all streams but the first */
+    const linear *merge; /* [num_streams]: what a stream's output is multiplied by before all are averaged; none for the first */
     norm embedding_norm, final_norm;
     const layer *layers;
     linear head;

@@ -94,7 +94,8 @@ class AdapterWeights:
         else:
             places = [_Outputs((), np.zeros(0, np.int64), np.zeros(0, np.int64))] * 2  # this layer has no attention
         if gate_up[0] in self._sizes:
-            places.append(self._interleaved(gate_up) if architecture.gated else self._in_order(gate_up))
+            mixed = architecture.gated and layer not in architecture.sparse
+            places.append(self._interleaved(gate_up) if mixed else self._in_order(gate_up))
             places.append(self._in_order([start + tensors.down]))
         return places
 

@@ -16,6 +16,29 @@ static float rank_of(const experts *x, const float *scores, uint64_t closed, int
     return scores[i] + (x->correction ? x->correction[i] : 0.0f);
 }
 
+/* Sorts a token's experts by id, with their weights if there are some. */
+static void sort_chosen(int chosen, int32_t *ids, float *weights)
+{
+    for (int n = 1; n < chosen; n++) {
+        const int32_t id = ids[n];
+        const float weight = weights ? weights[n] : 0;
+        int at = n;
+        for (; at > 0 && ids[at - 1] > id; at--) {
+            ids[at] = ids[at - 1];
+            if (weights) weights[at] = weights[at - 1];
+        }
+        ids[at] = id;
+        if (weights) weights[at] = weight;
+    }
+}
+
+static bool is_among(const int32_t *ids, int count, int32_t id)
+{
+    for (int n = 0; n < count; n++)
+        if (ids[n] == id) return true;
+    return false;
+}
+
 /* Chooses the experts of the highest ranks, and of equal ranks the lowest id. Writes the ids in ascending order. */
 static void choose_largest(const experts *x, const float *scores, uint64_t closed, int32_t *ids)
 {
@@ -24,19 +47,32 @@ static void choose_largest(const experts *x, const float *scores, uint64_t close
         int32_t best = -1;
         float highest = 0;
         for (int32_t i = 0; i < x->count - x->shared; i++) {
-            bool taken = false;
-            for (int j = 0; j < n; j++) taken |= ids[j] == i;
             const float rank = rank_of(x, scores, closed, i);
-            if (!taken && (best < 0 || rank > highest)) best = i, highest = rank;
+            if (!is_among(ids, n, i) && (best < 0 || rank > highest)) best = i, highest = rank;
         }
         ids[n] = best;
     }
-    for (int n = 1; n < chosen; n++) {
-        const int32_t id = ids[n];
-        int at = n;
-        for (; at > 0 && ids[at - 1] > id; at--) ids[at] = ids[at - 1];
-        ids[at] = id;
+    sort_chosen(chosen, ids, NULL);
+}
+
+/* Chooses experts one after another, each with its share of the scores that are near it and left (Phi-MoE's SparseMixer). */
+static void choose_in_turn(const experts *x, const float *scores, int32_t *ids, float *weights)
+{
+    const int chosen = x->chosen - x->shared;
+    for (int n = 0; n < chosen; n++) {
+        int32_t best = -1;
+        for (int32_t i = 0; i < x->count - x->shared; i++)
+            if (!is_among(ids, n, i) && (best < 0 || scores[i] > scores[best])) best = i;
+        float total = 0;
+        for (int32_t i = 0; i < x->count - x->shared; i++) {
+            const float behind = scores[best] - scores[i];
+            if (!is_among(ids, n, i) && !(behind / fmaxf(fabsf(scores[i]), scores[best]) > 2 * x->jitter))
+                total += expf(-behind);
+        }
+        ids[n] = best;
+        weights[n] = 1.0f / total;
     }
+    sort_chosen(chosen, ids, weights);
 }
 
 /* Returns the bits of the groups that are not among the best: by the sum of their two highest ranks, or by their highest
@@ -87,6 +123,10 @@ void experts_choose(const experts *x, const choice *c, int64_t token)
     int32_t *ids = c->ids + token * x->chosen;
     const int32_t count = x->count - x->shared, chosen = x->chosen - x->shared;
     const float shared = x->gated ? sigmoid(scores[count]) : 1.0f;
+    if (x->jitter > 0) {
+        choose_in_turn(x, scores, ids, weights);
+        return;
+    }
     if (!x->sigmoid && !x->correction) /* by scores, because the softmax may round to equal weights */
         choose_largest(x, scores, closed_groups(x, scores), ids);
     weigh(x, scores, count);

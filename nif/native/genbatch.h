@@ -98,6 +98,7 @@ enum step_error step_check(const step *, const model *, const cache *, int64_t *
 typedef struct {
     float mean, scale;
 } norm_factors;
+float mean_square(const float *x, int64_t size);
 norm_factors norm_look(const model *, const float *x, int64_t size); /* a row's factors, which need the whole row */
 /* Writes out[from .. to) of the row's norm; `out` may be `x`. The parts have the same bits as the whole. */
 void norm_part(const model *, const norm *, norm_factors, const float *x, int64_t from, int64_t to, float *out);
@@ -114,6 +115,8 @@ void rows_put(int kind, const rows *, int64_t row, const float *x, int64_t size)
 void activate(const model *, const float *sums, int64_t count, float *out, int64_t pitch, int64_t room);
 void logits_finish(const model *, float *sums, int64_t count); /* scales and caps logits */
 void xielu_row(const layer *, int64_t count, float *x); /* in place */
+/* Makes a sparse layer's activations of its gates, which are changed, and of the ups behind them. */
+void sparse_row(const model *, const layer *, float *gates, float *out);
 void multiply_sigmoid(const float *gates, int64_t count, float *out);
 void multiply_silu(const float *gates, int64_t count, float *out);
 void multiply_activated(const model *, const float *gates, int64_t count, float *out); /* out[i] *= activation(gates[i]) */

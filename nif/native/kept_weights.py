@@ -59,8 +59,9 @@ _LENGTHS = {
     "gate_up": "count",
     "down": "count",
     **dict.fromkeys(("meet", "give"), "num_heads"),
+    "merge": "num_streams",
 }
-_SINGLE = ("recurrence", "latent", "experts")
+_SINGLE = ("recurrence", "latent", "experts", "altup")
 
 
 @dataclass(frozen=True, slots=True)

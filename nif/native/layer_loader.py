@@ -17,6 +17,7 @@ from genbatch.nif.errors import ModelError
 from genbatch.nif.models.architecture import (
     NONE,
     PER_HEAD,
+    AltUpNames,
     Architecture,
     ConvolutionNames,
     ExpertNames,
@@ -37,6 +38,7 @@ from genbatch.nif.native.library import (
     WEIGHT_F32,
     WEIGHT_I8,
     WEIGHT_U4,
+    AltUp,
     Experts,
     Latent,
     Layer,
@@ -117,12 +119,16 @@ class LayerLoader:
             layer.input_gate = self.linear([start + own.gate])
             layer.input_projection = self.linear([start + own.back])
             layer.input_post = self.norm(own.post, start)
+        if architecture.altup is not None:
+            layer.altup = self._altup(start, architecture.altup)
         mixes = experts is not None and (experts.layers is None or index in experts.layers)
         if experts is not None and mixes:
             layer.experts = self._experts(start, experts, kind)
         if experts is None or not mixes or experts.own_norms:
             layer.intermediate = self.tensor(f"{start}{tensors.down}.weight").shape[1]
-            layer.gate_up = self._gate_up([start + name for name in tensors.gate_up])
+            layer.sparse, layer.deviations = index in architecture.sparse, architecture.sparse.get(index, 0.0)
+            ups = [start + name for name in tensors.gate_up]
+            layer.gate_up = self.linear(ups) if layer.sparse else self._gate_up(ups)
             if tensors.xielu is not None:
                 square, curve, slope, least = (self.tensor(start + name).whole() for name in tensors.xielu)
                 layer.square, layer.slope, layer.least = softplus(square).item(), slope.item(), least.item()
@@ -178,6 +184,32 @@ class LayerLoader:
         key, value = np.split(np.arange(names.plain + names.value_dim), [names.plain])
         first = head * (names.plain + names.value_dim)
         return _stored(_rows(both, first + key).whole().T), _rows(both, first + value)
+
+    def _altup(self, start: str, names: AltUpNames) -> Any:
+        """Return a pointer to the layer's alternating updates; the small linears are float32, as routers are."""
+        norm, router = names.router
+        left, right, post = names.laurel
+        routes = self.tensor(f"{start}{router}.weight").whole() / self._config.hidden_size
+        struct = AltUp(
+            router_norm=self.norm(norm, start),
+            router=self._packer.put_floats(routes),
+            predict=self._floats(f"{start}{names.predict}.weight"),
+            correct=self._floats(f"{start}{names.correct}.weight"),
+            output_scale=None if names.output_scale is None else self._floats(start + names.output_scale),
+            left=self.linear([start + left]),
+            right=self.linear([start + right]),
+            post=self.norm(post, start),
+        )
+        self._held.append(struct)
+        return ctypes.pointer(struct)
+
+    def merges(self, names: AltUpNames) -> Any:
+        """Return the linears of the last layer's streams; none for the first stream."""
+        linears = (Linear * names.streams)()
+        for stream in range(1, names.streams):
+            linears[stream] = self.linear([names.merge.format(stream - 1)])
+        self._held.append(linears)
+        return linears
 
     def _convolution(self, layer: Layer, start: str, names: ConvolutionNames, kind: int) -> None:
         layer.qkv = self.linear([start + names.inputs], kind=kind)
@@ -356,6 +388,7 @@ class LayerLoader:
             correction=correction,
             scales=None if experts.scales is None else self._floats(start + experts.scales),
             scale=experts.scale,
+            jitter=experts.jitter,
             intermediate=experts.intermediate,
             **{name: Norm(address) for name, address in zip(norms, own, strict=False)},
         )

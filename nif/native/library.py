@@ -21,6 +21,7 @@ LORA_COLUMNS = HEADER.constants["LORA_COLUMNS"]
 MAX_GROUPS = HEADER.constants["MAX_GROUPS"]
 MAX_ROPES = HEADER.constants["MAX_ROPES"]
 MAX_HEAD_DIM = HEADER.constants["MAX_HEAD_DIM"]
+MAX_STREAMS = HEADER.constants["MAX_STREAMS"]
 
 LORA_QKV, LORA_OUT, LORA_GATE_UP, LORA_DOWN, LORA_PLACES = range(len(HEADER.enums["lora_place"]))
 KV_F32, KV_BF16, KV_I8 = range(len(HEADER.enums["kv_kind"]))
@@ -79,6 +80,11 @@ class StateLayer(Structure):
 @c_struct("latent")
 class Latent(Structure):
     """A layer's attention over compressed keys and values."""
+
+
+@c_struct("altup")
+class AltUp(Structure):
+    """A layer's alternating updates of several streams of the residual."""
 
 
 @c_struct("layer")

@@ -117,6 +117,17 @@ static void xielu_phase(worker *w, const layer *l, int64_t count)
     phase_end(w);
 }
 
+/* Activates the gates and ups of a layer that needs all gates of a row for it. */
+static void sparse_phase(worker *w, const layer *l, int64_t count)
+{
+    const workspace *work = &w->engine->work;
+    int64_t from, to, size = l->intermediate;
+    while (claim(w, count, grain_of(w, count), &from, &to))
+        for (int64_t i = from; i < to; i++)
+            sparse_row(w->engine->model, l, work->gates + i * 2 * size, work->activated + i * size);
+    phase_end(w);
+}
+
 void mlp_phases(worker *w, const layer *l, float *x, int64_t count)
 {
     engine *e = w->engine;
@@ -125,7 +136,10 @@ void mlp_phases(worker *w, const layer *l, float *x, int64_t count)
     const bool at_once = !mixed && added_at_once(m, &l->mlp_post, own_scale(m, l));
     if (!mixed || mixed->beside_norm.weight) {
         layer_phase(w, l, LORA_GATE_UP, &l->gate_up, x, m->hidden, NULL, count, &l->mlp_norm);
-        linear_phase(w, &l->gate_up, count, m->activation == XIELU ? STORE : ACTIVATE, e->work.activated, l->intermediate);
+        const bool stored = l->sparse || m->activation == XIELU;
+        linear_phase(w, &l->gate_up, count, stored ? STORE : ACTIVATE, l->sparse ? e->work.gates : e->work.activated,
+                     l->sparse ? 2 * l->intermediate : l->intermediate);
+        if (l->sparse) sparse_phase(w, l, count);
         if (m->activation == XIELU) xielu_phase(w, l, count);
         layer_phase(w, l, LORA_DOWN, &l->down, e->work.activated, l->intermediate, NULL, count, &no_norm);
         linear_phase(w, &l->down, count, at_once ? ADD : STORE, at_once ? x : e->work.branch, m->hidden);

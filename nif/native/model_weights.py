@@ -10,10 +10,13 @@ from genbatch.nif.cores import available_cores
 from genbatch.nif.errors import ModelError, OptionError, TensorError
 from genbatch.nif.models.architecture import (
     ACTIVATIONS,
+    LINEAR_MODULES,
     Architecture,
     LayerEmbeddings,
     heads_of,
     kv_sources,
+    layer_bases,
+    widest_mlp,
 )
 from genbatch.nif.models.architectures import ARCHITECTURES, layer_shapes
 from genbatch.nif.models.loaded_model import module_shape
@@ -25,6 +28,7 @@ from genbatch.nif.native.library import (
     MAX_GROUPS,
     MAX_HEAD_DIM,
     MAX_ROPES,
+    MAX_STREAMS,
     WEIGHT_BF16,
     WEIGHT_F32,
     WEIGHT_I8,
@@ -76,7 +80,7 @@ def check_supported(model: "Model") -> Architecture:
     if latent is not None and (latent.rank % _HEAD_DIM_STEP or latent.plain % _HEAD_DIM_STEP):
         sizes = f"{latent.rank} elements, by heads of {latent.plain}"
         raise NativeUnavailable(f"compressed keys of {sizes}; the kernels take multiples of {_HEAD_DIM_STEP}")
-    if config.hidden_size % 2 or getattr(config, "intermediate_size", 0) % 2:
+    if config.hidden_size % 2 or widest_mlp(config) % 2:
         raise NativeUnavailable("hidden and intermediate sizes must be even")
     experts = architecture.experts
     if experts is not None and experts.shared_intermediate % experts.intermediate:
@@ -88,6 +92,11 @@ def check_supported(model: "Model") -> Architecture:
     if recurrence is not None and (recurrence.key_dim % 2 or recurrence.heads % recurrence.key_heads):
         sizes = f"{recurrence.heads} heads by {recurrence.key_heads} of {recurrence.key_dim} elements"
         raise NativeUnavailable(f"recurrent layers of {sizes}; keys must be even, and divide the heads")
+    altup = architecture.altup
+    if altup is not None and not 2 <= altup.streams <= MAX_STREAMS:
+        raise NativeUnavailable(f"{altup.streams} streams of the residual; the kernels take 2 to {MAX_STREAMS}")
+    if altup is not None and not 0 <= altup.active < altup.streams:
+        raise NativeUnavailable(f"its active stream {altup.active} is none of {altup.streams}")
     if len(model.groups) > MAX_GROUPS:
         raise NativeUnavailable(f"{len(model.groups)} layer groups; the kernels take {MAX_GROUPS}")
     kinds = rope_kinds(config)
@@ -95,6 +104,8 @@ def check_supported(model: "Model") -> Architecture:
         raise NativeUnavailable(
             f"rotary embeddings of the types {', '.join(kinds)}; they must not change with the length"
         )
+    if layer_bases(config) and set(kinds) != {"default"}:
+        raise NativeUnavailable(f"rotary bases of the layers' own beside the scaling {kinds[0]}")
     if getattr(config, "use_bidirectional_attention", False) in (True, "all"):  # "vision": only those of pictures do
         raise NativeUnavailable("its tokens attend to later ones")
     if model.shape is None:
@@ -107,7 +118,7 @@ def _check_linears(model: "Model") -> None:
     import torch
 
     for name, module in model.hf.named_modules():
-        if isinstance(module, torch.nn.Linear) and type(module) is not torch.nn.Linear:
+        if isinstance(module, torch.nn.Linear) and not type(module).__module__.startswith(LINEAR_MODULES):
             raise NativeUnavailable(f"{name} is a {type(module).__name__}, not a plain torch.nn.Linear")
 
 
@@ -184,10 +195,12 @@ class ModelWeights:
         head = loader.linear([tensors.embedding if tied else tensors.head], I8_HEAD_GROUP, self.kind)
         table = loader.table(embedding, architecture.embedding_scale, head if tied else None)
         inner = [layer.experts.contents.intermediate for layer in layers if layer.experts]
-        own = architecture.layer_embeddings
+        own, altup = architecture.layer_embeddings, architecture.altup
+        inner += [layer.intermediate for layer in layers] + [0 if own is None else own.width]
+        inner += [layer.altup.contents.left.n for layer in layers if layer.altup]
         self.struct = ModelStruct(
             hidden=config.hidden_size,
-            intermediate=max(*inner, *(layer.intermediate for layer in layers), 0 if own is None else own.width),
+            intermediate=max(inner),
             num_heads=heads_of(config),
             num_layers=len(layers),
             vocab_size=model.vocab_size,
@@ -217,6 +230,10 @@ class ModelWeights:
         )
         if own is not None:
             self._layer_embeddings(loader, own)
+        if altup is not None:
+            self.struct.num_streams, self.struct.active_stream = altup.streams, altup.active
+            self.struct.split = loader.linear([altup.split.format(stream) for stream in range(altup.streams - 1)])
+            self.struct.merge = loader.merges(altup)
         source.release()
         return packer.arena
 
@@ -247,7 +264,10 @@ class ModelWeights:
         if layer in architecture.no_rope or not architecture.attends(layer):
             return -1
         config: Any = self.model.config
-        return 0 if len(self.rope.kinds) == 1 else self.rope.kinds.index(config.layer_types[layer])
+        if len(self.rope.kinds) == 1:
+            return 0
+        own = config.layer_rope_theta if layer_bases(config) else config.layer_types
+        return self.rope.kinds.index(own[layer])
 
 
 def _writers(group: LayerGroup, sources: dict[int, int]) -> LayerGroup:

@@ -7,7 +7,7 @@
 
 #define MAX_GROUP 256 /* inputs; also what keeps 128 x 127 x group below 2^22, see INTEGER_ZERO */
 
-static float rms_scale(const float *x, float eps, int64_t size)
+float mean_square(const float *x, int64_t size)
 {
     vf squares = {0};
     int64_t i = 0;
@@ -17,8 +17,10 @@ static float rms_scale(const float *x, float eps, int64_t size)
     }
     float sum = vf_sum(squares);
     for (; i < size; i++) sum += x[i] * x[i];
-    return 1.0f / sqrtf(sum / (float)size + eps);
+    return sum / (float)size;
 }
+
+static float rms_scale(const float *x, float eps, int64_t size) { return 1.0f / sqrtf(mean_square(x, size) + eps); }
 
 static norm_factors layer_factors(const float *x, float eps, int64_t size)
 {
@@ -398,6 +400,16 @@ void multiply_activated(const model *m, const float *gates, int64_t count, float
     case RELU_SQUARED: multiply_as(RELU_SQUARED, gates, count, out); break;
     default: multiply_as(SILU, gates, count, out); break;
     }
+}
+
+void sparse_row(const model *m, const layer *l, float *gates, float *out)
+{
+    const int64_t size = l->intermediate;
+    const norm_factors f = layer_factors(gates, 0.0f, size);
+    const float cutoff = f.mean + l->deviations / f.scale;
+    for (int64_t i = 0; i < size; i++) gates[i] = gates[i] > cutoff ? gates[i] - cutoff : 0.0f;
+    memcpy(out, gates + size, sizeof(float) * (size_t)size);
+    multiply_activated(m, gates, size, out);
 }
 
 void xielu_row(const layer *l, int64_t count, float *x)

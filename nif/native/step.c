@@ -50,11 +50,13 @@ static void inputs_phases(worker *w, int64_t count)
     phase_end(w);
 }
 
-/* Gates x into the width of the layer's own embedding, multiplies both, and adds the projection to x. Row i of x is of the
- * token index[i]. */
-static void input_phases(worker *w, const layer *l, float *x, const int64_t *index, int64_t count)
+/* Gates x into the width of the layer's own embedding, multiplies both, and adds the projection to x, or to the other streams
+ * if there are some. */
+static void input_phases(worker *w, const layer *l, const stream *kept)
 {
     engine *e = w->engine;
+    float *x = kept->x;
+    const int64_t *index = kept->index, count = kept->count;
     const model *m = e->model;
     const int64_t size = m->layer_width, place = (l - m->layers) * size;
     float *gates = e->work.activated;
@@ -71,7 +73,10 @@ static void input_phases(worker *w, const layer *l, float *x, const int64_t *ind
     phase_end(w);
     prepare_phase(w, &l->input_projection, count, &(source){gates, size, NULL, &no_norm, NULL});
     linear_phase(w, &l->input_projection, count, STORE, e->work.branch, m->hidden);
-    join_phase(w, &l->input_post, l->scale, x, count);
+    if (l->altup)
+        others_phase(w, l, kept);
+    else
+        join_phase(w, &l->input_post, l->scale, x, count);
 }
 
 /* The step */
@@ -101,18 +106,23 @@ static void run(void *argument, int thread)
     worker w = {.engine = e, .thread = thread, .rows = all.adapted, .place = -1};
     embed_phase(&w);
     if (m->layer_width) inputs_phases(&w, all.count);
+    if (m->num_streams) streams_phases(&w);
     for (int i = 0; i < m->num_layers; i++) {
         const layer *l = &m->layers[i];
         const stream *kept = i == m->num_layers - 1 ? &wanted : &all; /* after the last cache write, only rows with logits go on */
+        if (l->altup) predict_phases(&w, l);
         if (l->recurrence) recur(&w, l, &all, kept);
         if (l->qkv.n) attend(&w, l, &all, kept);
         if (!kept->count) return;
         w.rows = kept->adapted;
         if (kept->index && !l->recurrence && !l->qkv.n) keep_phase(&w);
+        if (l->altup) laurel_phase(&w, kept);
         if (l->experts || l->down.n) mlp_phases(&w, l, kept->x, kept->count);
         if (m->parallel) join_phase(&w, &l->attention_post, 1.0f, kept->x, kept->count);
-        if (m->layer_width) input_phases(&w, l, kept->x, kept->index, kept->count);
+        if (l->altup) correct_phase(&w, l, kept);
+        if (m->layer_width) input_phases(&w, l, kept);
     }
+    if (m->num_streams) merge_phases(&w, &wanted);
     prepare_phase(&w, &m->head, wanted.count, &(source){wanted.x, m->hidden, NULL, &m->final_norm, NULL});
     head_phase(&w, &m->head, wanted.count);
 }
@@ -161,7 +171,7 @@ engine *engine_create(const model *m, const cache *caches, int num_threads)
     e->pool = pool_create(num_threads);
     e->model = m;
     e->caches = caches;
-    e->num_phases = 32 * m->num_layers + 8; /* at most */
+    e->num_phases = 40 * m->num_layers + 4 * m->num_streams + 8; /* at most */
     e->phases = calloc((size_t)e->num_phases, sizeof(phase));
     if (e->pool && e->phases) return e;
     engine_destroy(e);

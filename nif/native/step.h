@@ -23,6 +23,9 @@ typedef struct {
     lane_maxima *maxima; /* for each thread one for each row of logits */
     float *normed, *expert_out; /* the experts' inputs and outputs */
     float *inputs; /* [token, layer, layer_width]: each layer's own embeddings */
+    float *streams, *kept_streams; /* [token or row with logits, num_streams, hidden] */
+    float *laurel; /* [token, hidden]: what LAuReL adds beside attention */
+    float *gates; /* of a sparse layer, with its ups: [row, 2 * intermediate] */
     int64_t expert_k; /* inputs of the experts' widest linear */
     choice choice;
     float *adapted; /* with adapters: a linear's rows as floats, if no other buffer has them */
@@ -131,6 +134,14 @@ int64_t latent_k(const model *, const latent *); /* inputs of all heads' linears
 
 /* mlp.c */
 void mlp_phases(worker *, const layer *, float *x, int64_t count);
+
+/* altup.c */
+void streams_phases(worker *); /* makes the streams of the embeddings */
+void predict_phases(worker *, const layer *); /* predicts all streams; x becomes the active one */
+void laurel_phase(worker *, const stream *kept); /* adds LAuReL to x after attention */
+void correct_phase(worker *, const layer *, const stream *kept); /* corrects all streams; x becomes the active one, scaled */
+void others_phase(worker *, const layer *, const stream *kept); /* adds the norm of `branch` to all streams but the first */
+void merge_phases(worker *, const stream *kept); /* x becomes the mean of all streams */
 
 /* workspace.c */
 bool workspace_lay_out(engine *); /* the buffers of the engine's step; false: no memory */

@@ -3,14 +3,15 @@
 
 static int64_t largest_k(const model *m)
 {
-    int64_t k = m->head.k;
+    int64_t k = larger(m->head.k, larger(m->inputs.k, m->split.k));
     for (int i = 0; i < m->num_layers; i++) {
         const layer *l = &m->layers[i];
         const recurrence *r = l->recurrence;
         const linear *all[] = {&l->qkv, &l->out, &l->gate_up, &l->down, &l->input_gate, &l->input_projection,
                                l->experts ? &l->experts->router : &l->qkv, r ? &r->inputs : &l->qkv, r ? &r->out : &l->qkv,
-                               l->latent ? &l->latent->queries : &l->qkv};
-        for (int j = 0; j < 10; j++) k = all[j]->k > k ? all[j]->k : k;
+                               l->latent ? &l->latent->queries : &l->qkv, l->altup ? &l->altup->left : &l->qkv,
+                               l->altup ? &l->altup->right : &l->qkv};
+        for (int j = 0; j < 12; j++) k = all[j]->k > k ? all[j]->k : k;
     }
     return k;
 }
@@ -52,7 +53,7 @@ static int64_t lay_out(const model *m, const step *s, int threads, uint8_t *memo
     layout to = {memory, 0};
     const int64_t T = s->num_tokens, R = s->num_logit_rows;
     const int64_t count = T > R ? T : R; /* a step may ask for a row's logits twice */
-    int64_t width = 0, pitch = 0, heads = 0, heads_k = 0;
+    int64_t width = 0, pitch = 0, heads = 0, heads_k = 0, gates = 0;
     for (int i = 0; i < m->num_layers; i++) {
         const layer *l = &m->layers[i];
         const recurrence *r = l->recurrence;
@@ -60,6 +61,7 @@ static int64_t lay_out(const model *m, const step *s, int threads, uint8_t *memo
         pitch = larger(larger(mixed_pitch(m, l), r ? state_pitch(r) : 0), pitch);
         heads = larger(l->latent ? latent_floats(m, l) : 0, heads);
         heads_k = larger(l->latent ? latent_k(m, l->latent) : 0, heads_k);
+        gates = larger(l->sparse ? 2 * (int64_t)l->intermediate : 0, gates);
     }
     w->x = take(&to, T * m->hidden, sizeof(float));
     w->qkv = take(&to, T * pitch, sizeof(float));
@@ -68,6 +70,10 @@ static int64_t lay_out(const model *m, const step *s, int threads, uint8_t *memo
     w->kept = take(&to, R * m->hidden, sizeof(float));
     w->branch = take(&to, count * m->hidden, sizeof(float));
     w->inputs = take(&to, T * m->layer_embedding.width, sizeof(float));
+    w->streams = take(&to, T * m->num_streams * m->hidden, sizeof(float));
+    w->kept_streams = take(&to, R * m->num_streams * m->hidden, sizeof(float));
+    w->laurel = take(&to, m->num_streams ? T * m->hidden : 0, sizeof(float));
+    w->gates = take(&to, count * gates, sizeof(float));
     w->scratch_size = scratch_floats(m);
     w->scratch = take(&to, threads * w->scratch_size, sizeof(float));
     w->maxima = take(&to, s->best ? threads * R : 0, sizeof(lane_maxima));

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from genbatch.nif.models.model import load_model
+from genbatch.nif.models.model import describe_model
 from genbatch.nif.native.runner import native_runner
 from tests.nif.models.gguf_files import batch_of
 from tests.nif.models.hybrid_files import ARCH, MODELS, write_hybrid
@@ -24,14 +24,33 @@ from tests.nif.models.test_gguf_families import written
 from tests.nif.native.models import random_model
 
 # What a file cannot say set as every file's is, and sizes that llama.cpp takes: values as large as keys.
+_LAYERS = 24
 _SQUARE = {"linear_value_head_dim": 64, "linear_key_head_dim": 64}
 CHANGES: dict[str, dict[str, object]] = {
     "lfm2": {"conv_bias": False},
     "qwen3_5": {"attention_bias": False, **_SQUARE},
     "qwen3_5_moe": {"attention_bias": False, **_SQUARE},
     "qwen3_next": _SQUARE,
+    # llama.cpp has numbers of Gemma 3n's in its code: streams, ranks, sparse layers, layers with keys of their own.
+    "gemma3n": {
+        "num_hidden_layers": _LAYERS,
+        "intermediate_size": [4096] * _LAYERS,  # its deviation divides by one gate less
+        "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 4
+        + ["sliding_attention"] * 3
+        + ["full_attention"],
+        "vocab_size_per_layer_input": 320,
+        "hidden_size_per_layer_input": 256,
+        "num_kv_shared_layers": _LAYERS - 20,
+        "hidden_size": 64,
+        "initializer_range": 0.05,
+        "altup_num_inputs": 4,
+        "altup_active_idx": 0,
+        "laurel_rank": 64,
+        "activation_sparsity_pattern": [0.95] * 10 + [0.0] * (_LAYERS - 10),
+        "final_logit_softcapping": 30.0,
+    },
 }
-OTHERS = ("lfm2", "qwen3_5", "qwen3_5_moe")
+OTHERS = ("lfm2", "qwen3_5", "qwen3_5_moe", "gemma3n")
 TOKENS = [3 + (37 * i * i + 11 * i) % 310 for i in range(36)]
 LENGTHS = (1, 2, 7, 16, 17, 36)
 PEER = """
@@ -61,7 +80,8 @@ np.save(out, np.stack(rows))
 
 def logits_of(path: Path) -> torch.Tensor:
     """The logits of the C kernels, [len(TOKENS), vocab_size]."""
-    model = load_model(str(path), dtype="float32", n_gpu_layers=0)
+    model = describe_model(str(path), dtype="float32")
+    assert model is not None
     runner = native_runner(model, n_threads=1)
     try:
         runner.allocate([4] * len(runner.groups), 16)

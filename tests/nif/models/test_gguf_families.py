@@ -15,7 +15,7 @@ import torch
 
 from genbatch.nif.cuda_device import CPU
 from genbatch.nif.errors import ModelError
-from genbatch.nif.models.architecture import shapes_of
+from genbatch.nif.models.architecture import kv_sources, shapes_of
 from genbatch.nif.models.architectures import ARCHITECTURES, layer_groups, max_position
 from genbatch.nif.models.gguf_config import gguf_config, gguf_end_tokens
 from genbatch.nif.models.gguf_families import family_of
@@ -30,6 +30,7 @@ from tests.nif.models.gguf_files import batch_of, put_tokenizer
 ARCH = {
     "gemma2": gguf.MODEL_ARCH.GEMMA2,
     "gemma3": gguf.MODEL_ARCH.GEMMA3,
+    "gemma3n": gguf.MODEL_ARCH.GEMMA3N,
     "gemma4": gguf.MODEL_ARCH.GEMMA4,
     "gemma4_experts": gguf.MODEL_ARCH.GEMMA4,
     "phi3": gguf.MODEL_ARCH.PHI3,
@@ -39,6 +40,7 @@ ARCH = {
     "glm4": gguf.MODEL_ARCH.GLM4,
     "starcoder2": gguf.MODEL_ARCH.STARCODER2,
     "granite_moe": gguf.MODEL_ARCH.GRANITE_MOE,
+    "apertus": gguf.MODEL_ARCH.APERTUS,
     "arcee": gguf.MODEL_ARCH.ARCEE,
     "qwen3": gguf.MODEL_ARCH.QWEN3VL,
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
@@ -162,6 +164,13 @@ MORE = {
         "expert_group_count": "n_group",
         "expert_group_used_count": "topk_group",
     },
+    "gemma3n": {
+        **_GEMMA4,
+        "altup.num_inputs": "altup_num_inputs",
+        "altup.active_idx": "altup_active_idx",
+        "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+        "final_logit_softcapping": "final_logit_softcapping",
+    },
     "gemma4": {
         **_GEMMA4,
         "embedding_length_per_layer_input": "hidden_size_per_layer_input",
@@ -215,6 +224,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "hunyuan": {"attention_bias": False, "rope_parameters": {"rope_type": "default", "rope_theta": 300.0}},
     "hunyuan_moe": {"moe_topk": 2},
     "llama_odd": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    "apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
 }
 EPS = {"starcoder2": "norm_epsilon", "nemotron": "norm_eps"}
 EPS |= dict.fromkeys(("stablelm", "gpt_neox", "cohere2"), "layer_norm_eps")
@@ -272,9 +282,14 @@ def put_metadata(writer: gguf.GGUFWriter, name: str, config: Any) -> None:
         writer.add_array(f"{arch}.attention.head_count_kv", [0 if k == "conv" else heads for k in config.layer_types])
     if arch == "gemma4":
         put_gemma4(writer, config, values)
+    if arch == "gemma3n":
+        writer.add_feed_forward_length(values.pop("feed_forward_length"))
+        deviations = torch.distributions.Normal(0, 1).icdf(torch.tensor(config.activation_sparsity_pattern))
+        writer.add_activation_sparsity_scale(deviations.tolist())
+        values["rope.freq_base_swa"] = float(rope["sliding_attention"]["rope_theta"])
     for key, value in values.items():
         put_number(writer, f"{arch}.{key}", value)
-    if name in ("exaone4", "olmo3") or arch == "gemma4":
+    if name in ("exaone4", "olmo3") or arch in ("gemma3n", "gemma4"):
         windows = [kind == "sliding_attention" for kind in config.layer_types]
         writer.add_array(f"{arch}.attention.sliding_window_pattern", windows)
 
@@ -368,6 +383,8 @@ def put_tensors(writer: gguf.GGUFWriter, name: str, model: Any) -> None:
     config, family = model.config, family_of(gguf.MODEL_ARCH_NAMES[ARCH[name]], family_keys(name))
     assert family is not None
     rows: dict[str, list[np.ndarray]] = {}  # norms of each head, which a file has as one tensor
+    numbers: dict[str, list[float]] = {}  # of the layers, which a file has as metadata
+    stacked: dict[str, list[np.ndarray]] = {}  # matrices, which a file has as one tensor
     names = gguf.get_tensor_name_map(ARCH[name], config.num_hidden_layers)
     for key, parameter in model.state_dict().items():
         if key == "lm_head.weight" and config.tie_word_embeddings:
@@ -386,6 +403,12 @@ def put_tensors(writer: gguf.GGUFWriter, name: str, model: Any) -> None:
         if "query_key_value" in key:
             heads = config.num_attention_heads
             data = data.reshape(heads, 3, -1, *data.shape[1:]).swapaxes(0, 1).reshape(data.shape)
+        if found := re.fullmatch(r"model\.(altup_(?:unembed_)?projections)\.\d+\.weight", key):
+            stacked.setdefault(f"model.{found[1]}", []).append(data)
+            continue
+        if ".act_fn." in key:
+            numbers.setdefault(f"xielu.{key.rpartition('.')[2]}", []).append(float(data.item()))
+            continue
         if "layernorm.norms" in key:
             rows.setdefault(key.rpartition(".norms")[0], []).append(data)
             continue
@@ -415,12 +438,21 @@ def put_tensors(writer: gguf.GGUFWriter, name: str, model: Any) -> None:
             stored = "ffn_gate_inp" if ".router.scale" in key else "ffn_down_exps"
             writer.add_tensor(f"blk.{key.split('.')[2]}.{stored}.scale", data)
             continue
-        is_whole = ".experts." in key or key.endswith("layer_scalar")
+        is_whole = ".experts." in key or key.endswith(("layer_scalar", "correct_output_scale"))
         key = key.replace("lm_head", "embed_out") if name == "gpt_neox" else key
         stored = names.get_name(key if is_whole else key.rpartition(".")[0])
         assert stored is not None, key
         suffix = "weight" if is_whole else key.rpartition(".")[2]
         writer.add_tensor(f"{stored}.{suffix}", np.ascontiguousarray(data))
+    for layer in kv_sources(config) if name == "gemma3n" else ():  # files have what nobody reads
+        width = config.num_key_value_heads * config.head_dim
+        shapes = {"attn_k": (width, config.hidden_size), "attn_v": (width, config.hidden_size)}
+        for part, shape in {**shapes, "attn_k_norm": (config.head_dim,)}.items():
+            writer.add_tensor(f"blk.{layer}.{part}.weight", np.full(shape, 7.0, np.float32))
+    for key, values in numbers.items():
+        writer.add_array(key, values)
+    for key, matrices in stacked.items():
+        writer.add_tensor(f"{names.get_name(key)}.weight", np.stack(matrices))
     for key, norms in rows.items():
         writer.add_tensor(f"{names.get_name(key)}.weight", np.stack(norms))
     if name == "phi3":
@@ -475,7 +507,8 @@ def test_configuration_and_tensors_come_back(models: ModuleType, tmp_path: Path,
     if wanted.latent is not None:  # the file has a factor of it, in float32
         assert described.score_scale == pytest.approx(wanted.score_scale)
         wanted = replace(wanted, score_scale=described.score_scale)
-    assert described == replace(wanted, norm_eps=described.norm_eps)
+    assert described.sparse == pytest.approx(wanted.sparse)
+    assert described == replace(wanted, norm_eps=described.norm_eps, sparse=described.sparse)
     assert described.norm_eps == pytest.approx(wanted.norm_eps)
     tables = [RopeTables(c, partial=wanted.partial_rotary, max_position=64).up_to(64) for c in (config, model.config)]
     for got, want in zip(*tables, strict=True):
@@ -539,6 +572,8 @@ RUN |= {
         "lfm2",
         "qwen3_5",
         "qwen3_5_moe",
+        "apertus",
+        "gemma3n",
         "gemma4",
         "gemma4_experts",
         "granite_moe",

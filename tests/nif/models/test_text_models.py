@@ -121,8 +121,9 @@ def test_text_is_that_of_the_whole_model(
     check_text(*checkpoint, runner, caplog)
 
 
-def test_the_text_model_of_gemma_3n_runs_in_torch(
-    tmp_path: Path, tiny_models: ModuleType, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("runner", ["native", "torch"])
+def test_the_text_model_of_gemma_3n_runs_alone(
+    tmp_path: Path, tiny_models: ModuleType, runner: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its parts for pictures and sound need packages of their own, so the whole checkpoint is written by hand."""
     torch.manual_seed(4)
@@ -141,7 +142,7 @@ def test_the_text_model_of_gemma_3n_runs_in_torch(
     save_file(whole, directory / "model.safetensors", metadata={"format": "pt"})
     whole_config = Gemma3nConfig(text_config=config.to_dict(), architectures=["Gemma3nForConditionalGeneration"])
     whole_config.save_pretrained(directory)
-    check_text(directory, hf, "auto", caplog)
+    check_text(directory, hf, runner, caplog)
 
 
 def check_text(directory: Path, hf: Any, runner: str, caplog: pytest.LogCaptureFixture) -> None:

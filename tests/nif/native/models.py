@@ -216,6 +216,51 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
             logits_scaling=3.0,
         ),
     ),
+    # Two rotary bases, a layer without one, sinks in all.
+    "granite_swa": (
+        hf.GraniteSWAForCausalLM,
+        lambda: hf.GraniteSWAConfig(
+            **_sizes(64, 96, 4, 2, 16),
+            **_GRANITE,
+            sliding_window=WINDOW,
+            layer_types=_MIXED,
+            layer_rope_theta=[100.0, 0, 5000.0],
+        ),
+    ),
+    "granite_moe_swa": (
+        hf.GraniteMoeSWAForCausalLM,
+        lambda: hf.GraniteMoeSWAConfig(
+            **_sizes(64, 40, 4, 2, 16),
+            **_GRANITE,
+            num_local_experts=6,
+            num_experts_per_tok=2,
+            shared_intermediate_size=80,
+            sliding_window=WINDOW,
+            layer_types=_MIXED,
+            layer_rope_theta=[100.0, 100.0, 0],
+        ),
+    ),
+    # A wide jitter, so that several experts have a share of the one that is chosen; a head with a bias.
+    "phimoe": (
+        hf.PhimoeForCausalLM,
+        lambda: hf.PhimoeConfig(
+            **_unsized(_sizes(64, 40, 4, 2, 16)),
+            num_local_experts=6,
+            num_experts_per_tok=2,
+            router_jitter_noise=0.15,
+            attention_bias=True,
+            lm_head_bias=True,
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 100.0,
+                "short_factor": [1 + 0.1 * i for i in range(8)],
+                "long_factor": [4.0] * 8,
+                "short_mscale": 1.2,
+                "long_mscale": 1.3,
+                "original_max_position_embeddings": 192,
+            },
+        ),
+    ),
     "smollm3": (
         hf.SmolLM3ForCausalLM,
         lambda: hf.SmolLM3Config(**_sizes(64, 96, 4, 2, 16), no_rope_layers=[1, 0, 1], pretraining_tp=1),
@@ -362,6 +407,27 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
             num_kv_shared_layers=2,
             use_double_wide_mlp=True,
             final_logit_softcapping=5.0,
+        ),
+    ),
+    # The active stream is not the first; a sparse layer whose inner size fills no block; layers that share keys.
+    "gemma3n": (
+        hf.Gemma3nForCausalLM,
+        lambda: hf.Gemma3nTextConfig(
+            **{**_sizes(72, 100, 4, 2, 16), "num_hidden_layers": 4},
+            layer_types=[*_MIXED[:2], *_MIXED[:2]],
+            sliding_window=WINDOW,
+            vocab_size_per_layer_input=300,
+            hidden_size_per_layer_input=24,
+            num_kv_shared_layers=2,
+            altup_num_inputs=3,
+            altup_active_idx=1,
+            laurel_rank=12,
+            activation_sparsity_pattern=[0.7, 0.0, 0.4, 0.0],
+            final_logit_softcapping=5.0,
+            rope_parameters={
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            },
         ),
     ),
     "gemma4_unified": (
@@ -672,6 +738,8 @@ def random_model(name: str, **changes: Any) -> Any:
             parameter.uniform_(-3.0, 0.5)  # a state that lasts for some tokens
         elif key.endswith(("router.scale", "per_expert_scale")):
             parameter.uniform_(0.5, 1.5)
+        elif ".altup." in key and "norm" not in key:
+            parameter.normal_(std=1.0 if "router" in key else 0.2)
         elif ".act_fn." in key:
             parameter.uniform_(-1.0, 1.0)
         elif key.endswith(("mamba.D", "mixer.D")):

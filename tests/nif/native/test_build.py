@@ -147,6 +147,7 @@ def test_ctypes_places_every_field_where_the_compiler_does(tmp_path: Path) -> No
         "experts": library.Experts,
         "recurrence": library.StateLayer,
         "latent": library.Latent,
+        "altup": library.AltUp,
         "layer": library.Layer,
         "table": library.Table,
         "model": library.ModelStruct,

@@ -25,6 +25,7 @@ TARGETS = {
     "qwen3_moe": ["q_proj", "k_proj", "v_proj", "o_proj"],  # experts are not adapted
     "deepseek2": ["q_proj", "kv_a_proj_with_mqa", "o_proj"],  # the latent's rows in another order
     "deepseek3": ["q_a_proj", "kv_a_proj_with_mqa", "o_proj"],
+    "gemma3n": ALL,  # gates before ups in sparse layers; layers without keys
     "qwen3_5": ALL,  # gates among the queries; recurrent layers are not adapted
 }
 
