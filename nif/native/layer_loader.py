@@ -285,7 +285,7 @@ class LayerLoader:
         """
         tensor = self._source.tensor(self._architecture.tensors.stored(name, self._source.names()))
         expected = shape or self._shapes.get(name, tensor.shape) or (1,)  # a single number has one dimension here
-        if tensor.shape != expected:
+        if (tensor.shape or (1,)) != expected:
             raise ModelError(
                 self._name, f"{name} has the shape {list(tensor.shape)}; config.json asks for {list(expected)}"
             )

@@ -382,9 +382,8 @@ def put_recurrence(writer: gguf.GGUFWriter, config: Any, key: str, data: np.ndar
 def put_tensors(writer: gguf.GGUFWriter, name: str, model: Any) -> None:
     config, family = model.config, family_of(gguf.MODEL_ARCH_NAMES[ARCH[name]], family_keys(name))
     assert family is not None
-    rows: dict[str, list[np.ndarray]] = {}  # norms of each head, which a file has as one tensor
     numbers: dict[str, list[float]] = {}  # of the layers, which a file has as metadata
-    stacked: dict[str, list[np.ndarray]] = {}  # matrices, which a file has as one tensor
+    stacked: dict[str, list[np.ndarray]] = {}  # norms of each head and matrices, which a file has as one tensor
     names = gguf.get_tensor_name_map(ARCH[name], config.num_hidden_layers)
     for key, parameter in model.state_dict().items():
         if key == "lm_head.weight" and config.tie_word_embeddings:
@@ -410,7 +409,7 @@ def put_tensors(writer: gguf.GGUFWriter, name: str, model: Any) -> None:
             numbers.setdefault(f"xielu.{key.rpartition('.')[2]}", []).append(float(data.item()))
             continue
         if "layernorm.norms" in key:
-            rows.setdefault(key.rpartition(".norms")[0], []).append(data)
+            stacked.setdefault(key.rpartition(".norms")[0], []).append(data)
             continue
         if "e_score_correction_bias" in key:
             writer.add_tensor(f"blk.{key.split('.')[2]}.exp_probs_b.bias", data.reshape(-1))
@@ -444,21 +443,25 @@ def put_tensors(writer: gguf.GGUFWriter, name: str, model: Any) -> None:
         assert stored is not None, key
         suffix = "weight" if is_whole else key.rpartition(".")[2]
         writer.add_tensor(f"{stored}.{suffix}", np.ascontiguousarray(data))
-    for layer in kv_sources(config) if name == "gemma3n" else ():  # files have what nobody reads
-        width = config.num_key_value_heads * config.head_dim
-        shapes = {"attn_k": (width, config.hidden_size), "attn_v": (width, config.hidden_size)}
-        for part, shape in {**shapes, "attn_k_norm": (config.head_dim,)}.items():
-            writer.add_tensor(f"blk.{layer}.{part}.weight", np.full(shape, 7.0, np.float32))
     for key, values in numbers.items():
         writer.add_array(key, values)
-    for key, matrices in stacked.items():
-        writer.add_tensor(f"{names.get_name(key)}.weight", np.stack(matrices))
-    for key, norms in rows.items():
-        writer.add_tensor(f"{names.get_name(key)}.weight", np.stack(norms))
+    for key, parts in stacked.items():
+        writer.add_tensor(f"{names.get_name(key)}.weight", np.stack(parts))
+    if name == "gemma3n":
+        put_unread_keys(writer, config)
     if name == "phi3":
         for length in ("short", "long"):
             factors = np.array(config.rope_parameters[f"{length}_factor"], np.float32)
             writer.add_tensor(f"rope_factors_{length}.weight", factors)
+
+
+def put_unread_keys(writer: gguf.GGUFWriter, config: Any) -> None:
+    """Keys and values of layers that read another layer's: files have them."""
+    width = config.num_key_value_heads * config.head_dim
+    shapes = {"attn_k": (width, config.hidden_size), "attn_v": (width, config.hidden_size)}
+    for layer in kv_sources(config):
+        for part, shape in {**shapes, "attn_k_norm": (config.head_dim,)}.items():
+            writer.add_tensor(f"blk.{layer}.{part}.weight", np.full(shape, 7.0, np.float32))
 
 
 def put_gpt_oss(writer: gguf.GGUFWriter, key: str, data: np.ndarray) -> None:
