@@ -447,8 +447,6 @@ def put_tensors(writer: gguf.GGUFWriter, name: str, model: Any) -> None:
         writer.add_array(key, values)
     for key, parts in stacked.items():
         writer.add_tensor(f"{names.get_name(key)}.weight", np.stack(parts))
-    if name == "gemma3n":
-        put_unread_keys(writer, config)
     if name == "phi3":
         for length in ("short", "long"):
             factors = np.array(config.rope_parameters[f"{length}_factor"], np.float32)
@@ -482,6 +480,8 @@ def written(path: Path, name: str, model: Any) -> GgufFile:
     put_metadata(writer, name, model.config)
     put_tokenizer(writer, model.config.vocab_size)
     put_tensors(writer, name, model)
+    if name == "gemma3n":
+        put_unread_keys(writer, model.config)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
