@@ -107,13 +107,14 @@ def main(sanitizers: str) -> None:
             ("gpt_oss", models.WINDOW, 2),
             ("stablelm", None, 2),
             ("qwen3_5", None, 2),
+            ("gemma3n", None, 2),
         ):
             if threads_matter and n_threads == 1:
                 continue
             model_class, make_config = models.CONFIGS[name]
             config = make_config()
             groups = (LayerGroup(tuple(range(config.num_hidden_layers)), window),)
-            if name == "qwen3_5":
+            if name in ("qwen3_5", "gemma3n"):
                 groups = layer_groups(name, config)
             dtype = torch.bfloat16 if mode == "bfloat16" else torch.float32
             model = SimpleNamespace(
