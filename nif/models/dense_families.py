@@ -116,6 +116,8 @@ def granite_swa(config: Any) -> Architecture:
     bases = config.layer_rope_theta
     if len(bases) != config.num_hidden_layers:
         raise ValueError(f"layer_rope_theta has {len(bases)} numbers for {config.num_hidden_layers} layers")
+    if min(bases) < 0:
+        raise ValueError(f"layer_rope_theta has {min(bases)}; a base is positive, or 0 for no rotation")
     unrotated = frozenset(layer for layer, base in enumerate(bases) if not base)
     return replace(granite(config), tensors=Tensors(sinks="self_attn.sinks"), no_rope=unrotated)
 

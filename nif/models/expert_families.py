@@ -177,9 +177,11 @@ def _mixtral(config: Any) -> Architecture:
 
 
 def _phimoe(config: Any) -> Architecture:
+    if config.num_local_experts < 2:
+        raise ValueError(f"num_local_experts is {config.num_local_experts}; a token takes two")
     experts = ExpertNames(
         config.num_local_experts,
-        config.num_experts_per_tok,
+        2,  # whatever the configuration says
         config.intermediate_size,
         router="mlp.router",
         single=("mlp.experts.{}.w1", "mlp.experts.{}.w3", "mlp.experts.{}.w2"),

@@ -83,6 +83,8 @@ def check_supported(model: "Model") -> Architecture:
     if config.hidden_size % 2 or widest_mlp(config) % 2:
         raise NativeUnavailable("hidden and intermediate sizes must be even")
     experts = architecture.experts
+    if experts is not None and not 1 <= experts.chosen <= experts.count:
+        raise NativeUnavailable(f"a token takes {experts.chosen} of {experts.count} experts")
     if experts is not None and experts.shared_intermediate % experts.intermediate:
         sizes = f"{experts.shared_intermediate} in parts of {experts.intermediate}"
         raise NativeUnavailable(f"a shared expert of {sizes}, the others' size")

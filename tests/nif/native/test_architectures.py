@@ -15,6 +15,7 @@ from genbatch.nif.cuda_device import CPU
 from genbatch.nif.errors import ModelError
 from genbatch.nif.models.architectures import ARCHITECTURES, layer_groups, max_position
 from genbatch.nif.models.model import describe_model
+from genbatch.nif.native.build import NativeUnavailable
 from genbatch.nif.native.model_weights import ModelWeights
 from genbatch.nif.native.runner import NativeRunner
 from genbatch.nif.runner import RaggedBatch
@@ -222,6 +223,15 @@ def test_files_give_the_weights_that_the_module_has(
     assert np.array_equal(got, want)
     for pool in first:
         pool.runner.close()
+
+
+@pytest.mark.parametrize("taken", [0, 7])
+def test_more_experts_than_there_are_are_refused(described: Callable[[str, str], Any], taken: int) -> None:
+    model = described("mixtral", "float32")
+    model.config = deepcopy(model.config)
+    model.config.num_experts_per_tok = taken
+    with pytest.raises(NativeUnavailable, match=f"a token takes {taken} of 4 experts"):
+        ModelWeights(model)
 
 
 def test_a_file_that_lacks_an_expert_is_named(models: ModuleType, tiny_models: ModuleType, tmp_path: Path) -> None:
