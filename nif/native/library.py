@@ -164,6 +164,8 @@ class NativeMemory:
         buffer = (ctypes.c_uint8 * max(size, 1)).from_address(address)
         self.bytes: npt.NDArray[np.uint8] = np.ctypeslib.as_array(buffer)[:size]
         self._release = weakref.finalize(self, library.memory_free, address, size)
+        # At the end of the program a thread may still read it, such as the one that keeps packed weights.
+        self._release.atexit = False
 
     def close(self) -> None:
         """Releases the memory; `bytes` must not be used any more."""

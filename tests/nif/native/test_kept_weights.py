@@ -317,3 +317,16 @@ def test_writing_takes_half_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None
     for piece, _ in kept_weights._pieces(parts, [0]):
         now += len(piece)
     assert slept == [16 << 20, 16 << 20, 8 << 20]
+
+
+def test_packed_memory_can_be_read_until_the_process_is_gone() -> None:
+    """The thread that keeps weights may be in the middle of them when the program ends."""
+    program = """
+import atexit
+atexit.register(lambda: print(int(memory.bytes[-1])))  # before the memory's own: runs after it
+from genbatch.nif.native.library import NativeMemory, native_library
+memory = NativeMemory(native_library(), 1 << 24)
+memory.bytes[:] = 7
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "7\\n")
