@@ -329,4 +329,4 @@ memory = NativeMemory(native_library(), 1 << 24)
 memory.bytes[:] = 7
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stdout) == (0, "7\\n")
+    assert (ended.returncode, ended.stdout) == (0, "7\n")
