@@ -5,6 +5,7 @@ trusted.
 """
 
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from types import ModuleType
@@ -29,11 +30,14 @@ from genbatch.actors.engine.child_process import (
 from genbatch.actors.engine.freed_memory import keep_returning_freed_memory, resident_bytes
 from genbatch.actors.engine.link import EngineSession, FrameStream
 from genbatch.actors.runtime.actor import ActorRef
+from genbatch.actors.runtime.errors import ActorDown
 from genbatch.actors.runtime.supervisor import background
 from genbatch.proto.service_messages import Models, ModelsRequest, StatsRequest
 
 # The number of reported parts in each stage of loading.
 _PARTS = 100
+# After its start an engine looks every second for a moment without requests, and for at most so long.
+_LOOK_EVERY_S, _PREPARE_IN_S = 1.0, 30.0
 
 
 def main() -> None:
@@ -96,7 +100,22 @@ class EngineProcess:
         self._nursery.start_soon(keep_returning_freed_memory)
         num_bytes = resident_bytes() + stats.get("kv_bytes", 0)  # blocks are resident once they are used
         await self._tell(EngineReady(models, stats, num_bytes))
-        side.prepare_rest(self._batcher)
+        await self._prepare_rest(side.prepare_rest)
+
+    async def _prepare_rest(self, prepare: Callable[[ActorRef], None]) -> None:
+        """Build what only some requests need, once no request is open.
+
+        It holds Python's lock for up to 0.3 s. After a crash the open requests arrive right behind the readiness, and
+        their clients have waited long enough.
+        """
+        with suppress(ActorDown):
+            with trio.move_on_after(_PREPARE_IN_S):
+                while True:
+                    await trio.sleep(_LOOK_EVERY_S)
+                    stats = await self._batcher.call(StatsRequest(), timeout=None)
+                    if not stats["requests_running"] and not stats["requests_waiting"]:
+                        break
+            prepare(self._batcher)
 
     async def _follow(self, number: int, stream: FrameStream) -> None:
         """Serve one gateway."""
