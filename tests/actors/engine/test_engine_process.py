@@ -84,22 +84,25 @@ class Session:
 class Batcher:
     """Stands for the ref of one."""
 
+    def __init__(self) -> None:
+        self.stats = {"steps": 3, "requests_running": 1, "requests_waiting": 0}
+
     async def call(self, message: Any, timeout: float | None) -> Any:
         await trio.lowlevel.checkpoint()
-        return NONE if type(message).__name__ == "ModelsRequest" else {"steps": 3}
+        return NONE if type(message).__name__ == "ModelsRequest" else dict(self.stats)
 
 
 @pytest.fixture
 def sides(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What `open_batcher` was given, and what it raises; EngineSession and the garbage collector stand aside."""
-    sides = SimpleNamespace(progress=None, models=None, fault=None, kept=0, prepared=0)
+    sides = SimpleNamespace(progress=None, models=None, fault=None, kept=0, prepared=0, batcher=Batcher())
 
     async def open_batcher(nursery: Any, start: Any, progress: Any, models: Any) -> Batcher:
         sides.progress, sides.models = progress, models
         await trio.lowlevel.checkpoint()
         if sides.fault is not None:
             raise sides.fault
-        return Batcher()
+        return sides.batcher
 
     def keep() -> None:
         sides.kept += 1
@@ -130,8 +133,28 @@ async def test_it_is_ready_with_its_models_and_stats_and_ends_when_the_parent_sa
     async with trio.open_nursery() as nursery:
         await started(nursery, parent)
         [ready] = parent.heard
-        assert ready == EngineReady(NONE, {"steps": 3}, ready.num_bytes) and ready.num_bytes > 0 and sides.kept == 1
-        assert sides.prepared == 1
+        assert ready == EngineReady(NONE, sides.batcher.stats, ready.num_bytes) and ready.num_bytes > 0
+        assert sides.kept == 1
+        await parent.say.send(StopNow())
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize("ends", [True, False])
+async def test_the_rest_is_prepared_once_no_request_is_open_or_it_took_too_long(
+    sides: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    monkeypatch.setattr(engine_process, "_LOOK_EVERY_S", 0.001)
+    monkeypatch.setattr(engine_process, "_PREPARE_IN_S", 1000.0 if ends else 0.2)
+    parent = Parent()
+    async with trio.open_nursery() as nursery:
+        await started(nursery, parent)
+        await trio.sleep(0.02)
+        assert not sides.prepared
+        if ends:
+            sides.batcher.stats["requests_running"] = 0
+        with trio.fail_after(100):
+            while not sides.prepared:
+                await trio.sleep(0.001)
         await parent.say.send(StopNow())
 
 
