@@ -95,7 +95,7 @@ class Batcher:
 @pytest.fixture
 def sides(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What `open_batcher` was given, and what it raises; EngineSession and the garbage collector stand aside."""
-    sides = SimpleNamespace(progress=None, models=None, fault=None, kept=0, prepared=0, batcher=Batcher())
+    sides = SimpleNamespace(progress=None, models=None, fault=None, kept=0, prepared=trio.Event(), batcher=Batcher())
 
     async def open_batcher(nursery: Any, start: Any, progress: Any, models: Any) -> Batcher:
         sides.progress, sides.models = progress, models
@@ -108,7 +108,7 @@ def sides(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         sides.kept += 1
 
     def prepare_rest(batcher: Batcher) -> None:
-        sides.prepared += 1
+        sides.prepared.set()
 
     side = SimpleNamespace(open_batcher=open_batcher, prepare_rest=prepare_rest)
     monkeypatch.setattr(engine_process, "import_module", lambda name: side)
@@ -148,13 +148,12 @@ async def test_the_rest_is_prepared_once_no_request_is_open_or_it_took_too_long(
     parent = Parent()
     async with trio.open_nursery() as nursery:
         await started(nursery, parent)
-        await trio.sleep(0.02)
-        assert not sides.prepared
         if ends:
+            await trio.sleep(0.02)
+            assert not sides.prepared.is_set()
             sides.batcher.stats["requests_running"] = 0
         with trio.fail_after(100):
-            while not sides.prepared:
-                await trio.sleep(0.001)
+            await sides.prepared.wait()
         await parent.say.send(StopNow())
 
 
