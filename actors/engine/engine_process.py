@@ -46,7 +46,7 @@ def main() -> None:
 
 
 async def _import_model_side() -> ModuleType:
-    """Import on a thread: torch takes seconds to import, and the parent may send Stop meanwhile."""
+    """Import on a thread: it takes half a second, and the parent may send Stop meanwhile."""
     return await trio.to_thread.run_sync(import_module, "genbatch.actors.engine.model_side", abandon_on_cancel=True)
 
 

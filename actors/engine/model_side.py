@@ -1,4 +1,4 @@
-"""The part of an engine process that imports torch; it is imported only once the process runs."""
+"""The part of an engine process that opens the Batcher; it is imported only once the process runs."""
 
 import logging
 from collections.abc import Callable, Sequence

@@ -196,7 +196,7 @@ def serve(
     """
 
     async def run(stopping: trio.Event) -> None:
-        # Checked before torch is imported, so that a mistake is reported at once.
+        # Checked before the engine is imported, so that a mistake is reported at once.
         named = named_models(model or [])
         settings = settings_of(context, named[0][1] if named else DEFAULT_MODEL, file, flags)
         engine, batcher, options = settings.engine(), settings.batcher(), settings.service()

@@ -4,8 +4,7 @@
     token_ids = draw(logits, logits.argmax(-1), [params], [uniform(params.seed, position)])
 
 A draw is a pure function of a row's logits, parameters, seed and position. No operation mixes rows or depends on the
-number of rows. All of this is numpy's: on a CPU, models in C and in torch draw here. `kernels/sample.py` draws on a
-GPU."""
+number of rows. On a CPU, models in C and in torch draw here, with numpy. `kernels/sample.py` draws on a GPU."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
