@@ -25,12 +25,17 @@ Content: TypeAlias = Union[npt.NDArray[np.uint8], "torch.Tensor"]
 """[blocks, bytes_per_block] uint8 on the host: the content of KV blocks. A tensor where a GPU copies it."""
 
 
+def on_host(rows: Rows) -> npt.NDArray[np.float32]:
+    """Return rows as an array on the host; rows on the host are not copied."""
+    if isinstance(rows, np.ndarray):
+        return rows
+    copied: npt.NDArray[np.float32] = rows.cpu().numpy()
+    return copied
+
+
 def host_copy(rows: Rows) -> npt.NDArray[np.float32]:
     """Return a copy of rows on the host: a runner may overwrite them in its next step."""
-    if isinstance(rows, np.ndarray):
-        return rows.copy()
-    copied: npt.NDArray[np.float32] = rows.to("cpu", copy=True).numpy()
-    return copied
+    return rows.copy() if isinstance(rows, np.ndarray) else on_host(rows)
 
 
 @dataclass(frozen=True, slots=True)

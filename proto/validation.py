@@ -272,7 +272,7 @@ def validate_request(request: GenerateRequest, limits: RequestLimits) -> None:
 
 
 def validate_text(request: PromptRequest, limits: RequestLimits) -> None:
-    """Validate a request to tokenize, whose prompt may be empty; raises as `validate_request`."""
+    """Validate a request to tokenize. Its prompt may be empty. Raises as `validate_request`."""
     check_type(msgspec.structs.asdict(request), type(request))
     if _check_given(request, ("prompt", "messages")) == "messages" and not request.messages:
         raise InvalidRequest("messages", "is empty")

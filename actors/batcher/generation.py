@@ -21,7 +21,7 @@ from genbatch.actors.batcher.messages import Keep
 from genbatch.actors.batcher.requests import Books, Evaluated, Planned, Request, Sequence
 from genbatch.actors.scheduling.request import Phase
 from genbatch.nif.errors import NativeError
-from genbatch.nif.runner import Entry, Logits, Rows, host_copy
+from genbatch.nif.runner import Entry, Logits, Rows, host_copy, on_host
 from genbatch.nif.sampling.draw import token_logprobs
 from genbatch.nif.sampling.prompt_lookup import PromptLookup
 from genbatch.nif.sampling.sampler import Constraint, Sampled, SampleFault, SamplerState
@@ -358,7 +358,7 @@ class Generation(Sequence):
         if entry.logits is not Logits.ALL or num_top is None:
             return []
         following = self.tokens[entry.n_past + 1 : min(entry.n_past + len(entry.tokens) + 1, self.num_prompt_tokens)]
-        scored = token_logprobs(host_copy(rows[: len(following)]), np.array(following, np.int64), num_top)
+        scored = token_logprobs(on_host(rows[: len(following)]), np.array(following, np.int64), num_top)
         return [
             TokenLogprob(token_id=token_id, logprob=score.logprob, top=dict(score.top))
             for token_id, score in zip(following, scored, strict=True)

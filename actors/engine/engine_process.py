@@ -36,7 +36,7 @@ from genbatch.proto.service_messages import Models, ModelsRequest, StatsRequest
 
 # The number of reported parts in each stage of loading.
 _PARTS = 100
-# After its start an engine looks every second for a moment without requests, and for at most so long.
+# Seconds between two looks for a moment without open requests, and seconds after which no look follows.
 _LOOK_EVERY_S, _PREPARE_IN_S = 1.0, 30.0
 
 
@@ -105,8 +105,8 @@ class EngineProcess:
     async def _prepare_rest(self, prepare: Callable[[ActorRef], None]) -> None:
         """Build what only some requests need, once no request is open.
 
-        It holds Python's lock for up to 0.3 s. After a crash the open requests arrive right behind the readiness, and
-        their clients have waited long enough.
+        The work holds Python's lock for up to 0.3 s. After a crash the open requests arrive as soon as the engine is
+        ready, and the work would delay them.
         """
         with suppress(ActorDown):
             with trio.move_on_after(_PREPARE_IN_S):

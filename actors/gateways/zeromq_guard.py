@@ -373,7 +373,7 @@ def discard(connection: socket.socket) -> int:
 MAX_MESSAGES_AT_ONCE, MAX_BYTES_AT_ONCE = 16384, 2**28
 # A TCP connection has a second descriptor, by which its bytes are counted.
 DESCRIPTORS = 2
-# The most clients whose messages are dropped. Fewer connections fill the room.
+# The guard drops the messages of at most so many clients. The room for connections is smaller, so it suffices.
 MAX_IGNORED = 16384
 # The share by which connections may exceed the limit until all received messages are taken.
 SPARE = 4

@@ -454,7 +454,7 @@ class BlockPool:
             assert self.hashes[block] is not None or block in self.tails, f"initialized block {block} has no hash"
 
     def _keep(self, block: int) -> bool:
-        """Keep a block that becomes free, if callers asked for it. Beyond `max_kept` the oldest is kept no longer."""
+        """Keep a block that becomes free if callers asked for it. More than `max_kept` push out the oldest one."""
         content = self.hashes[block]
         until = 0.0 if content is None or not self.max_kept else self._kept_until(content)
         if until <= self._clock():
@@ -468,7 +468,7 @@ class BlockPool:
         return True
 
     def _end_keeping(self) -> None:
-        """Treat blocks whose time is over like those released last."""
+        """Stop to keep the blocks whose time is over. They count as the blocks that were released last."""
         now = self._clock() if self._kept else 0.0
         if not self._kept or now < self._next_end:
             return

@@ -219,7 +219,7 @@ def empty_step(key: GraphKey, num_groups: int, block_size: int) -> DecodeStep:
 
 
 def empty_batch(kv_len: int, num_groups: int, block_size: int) -> TensorBatch:
-    """Return a batch without tokens, whose tables are as wide as sequences of up to `kv_len` positions need."""
+    """Return a batch without tokens. Its tables have room for sequences of up to `kv_len` positions."""
     nothing = torch.empty(0, dtype=torch.int64)
     width = -(-kv_len // block_size)
     return TensorBatch(

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 import numpy as np
 
-from genbatch.nif.runner import Largest, Rows
+from genbatch.nif.runner import Largest, Rows, on_host
 from genbatch.nif.sampling.draw import SCORED_AT_ONCE, SORTED_AT_ONCE
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, greedy, sample
 
@@ -57,7 +57,7 @@ def _choose_all(
     if isinstance(logits, np.ndarray):
         return sample(logits, states, positions, largest)
     if find_spec("triton") is None:
-        return sample(logits.cpu().numpy(), states, positions, largest)
+        return sample(on_host(logits), states, positions, largest)
     from genbatch.nif.sampling.device_draws import sample_on_device  # imports torch and Triton
 
     return sample_on_device(logits, states, positions)

@@ -507,7 +507,7 @@ def with_calls_in_text(messages: Sequence[Mapping[str, Any]], format: ToolFormat
 
 
 def with_numbered_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Name earlier calls as Kimi does, functions.NAME:NUMBER, whatever ids a client or another model gave them."""
+    """Replace the ids of earlier calls by those that Kimi writes, functions.NAME:NUMBER."""
     ids: dict[Any, str] = {}
     named: list[dict[str, Any]] = []
     count = 0

@@ -409,7 +409,7 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
             final_logit_softcapping=5.0,
         ),
     ),
-    # The active stream is not the first; a sparse layer whose inner size fills no block; layers that share keys.
+    # The active stream is the second. The sparse layer's inner size is no multiple of a block. Layers share keys.
     "gemma3n": (
         hf.Gemma3nForCausalLM,
         lambda: hf.Gemma3nTextConfig(

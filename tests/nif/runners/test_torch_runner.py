@@ -12,6 +12,7 @@ from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runner import RaggedBatch
 from genbatch.nif.runners.attention import ATTENTION_NAME
 from genbatch.nif.runners.torch_runner import TorchRunner
+from tests.nif.runners.ragged_batches import ragged_batch
 
 BLOCK_SIZE = 4
 LENGTH = 29  # more than three windows of the tiny models
@@ -24,23 +25,7 @@ TOLERANCE = {"qwen3_next": 1e-3, "qwen3_5": 1e-3}
 
 
 def layout(runner: TorchRunner, parts: Sequence[tuple[int, Sequence[int], int]], capacity: int) -> RaggedBatch:
-    """A batch of (sequence, tokens, n_past); sequence s owns the s-th `capacity` blocks, back to front."""
-    table = np.array([[(s + 1) * capacity - 1 - b for b in range(capacity)] for s, _, _ in parts])
-    positions = [np.arange(past, past + len(tokens)) for _, tokens, past in parts]
-    slots = [row[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for row, at in zip(table, positions, strict=True)]
-    lengths = [len(tokens) for _, tokens, _ in parts]
-    groups = len(runner.groups)
-    return RaggedBatch(
-        input_ids=np.array([token for _, tokens, _ in parts for token in tokens]),
-        positions=np.concatenate(positions),
-        query_starts=np.cumsum([0, *lengths], dtype=np.int32),
-        kv_lens=np.array([past + len(tokens) for _, tokens, past in parts], np.int32),
-        slots=(np.concatenate(slots),) * groups,
-        block_tables=(table.astype(np.int32),) * groups,
-        logit_rows=np.arange(sum(lengths)),
-        max_query_len=max(lengths),
-        max_kv_len=max(past + len(tokens) for _, tokens, past in parts),
-    )
+    return ragged_batch(len(runner.groups), parts, capacity=capacity, block_size=BLOCK_SIZE)
 
 
 def runner_for(model: Model, sequences: int, capacity: int = 8) -> TorchRunner:

@@ -16,6 +16,7 @@ from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runner import RaggedBatch
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.nif.runners.triton_runner import TritonRunner
+from tests.nif.runners.ragged_batches import ragged_batch
 
 pytestmark = pytest.mark.skipif(
     not triton.knobs.runtime.interpret, reason="these models are on the CPU, where only the interpreter runs kernels"
@@ -30,22 +31,7 @@ PROMPTS = [[5, 17, 100, 42, 9, 250, 33, 8, 77], [200, 3, 11]]
 
 
 def layout(groups: int, parts: Sequence[tuple[int, Sequence[int], int]]) -> RaggedBatch:
-    """A batch of (sequence, tokens, n_past); sequence s owns the s-th CAPACITY blocks, back to front."""
-    table = np.array([[(s + 1) * CAPACITY - 1 - b for b in range(CAPACITY)] for s, _, _ in parts])
-    positions = [np.arange(past, past + len(tokens)) for _, tokens, past in parts]
-    slots = [row[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for row, at in zip(table, positions, strict=True)]
-    lengths = [len(tokens) for _, tokens, _ in parts]
-    return RaggedBatch(
-        input_ids=np.array([token for _, tokens, _ in parts for token in tokens]),
-        positions=np.concatenate(positions),
-        query_starts=np.cumsum([0, *lengths], dtype=np.int32),
-        kv_lens=np.array([past + len(tokens) for _, tokens, past in parts], np.int32),
-        slots=(np.concatenate(slots),) * groups,
-        block_tables=(table.astype(np.int32),) * groups,
-        logit_rows=np.arange(sum(lengths)),
-        max_query_len=max(lengths),
-        max_kv_len=max(past + len(tokens) for _, tokens, past in parts),
-    )
+    return ragged_batch(groups, parts, capacity=CAPACITY, block_size=BLOCK_SIZE)
 
 
 def allocated(runner: Any, sequences: int = 2) -> Any:
