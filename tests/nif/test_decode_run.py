@@ -3,8 +3,11 @@
 import random
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from genbatch.nif.context import Context
 from genbatch.nif.context.runs import DecodeRun
@@ -30,12 +33,12 @@ STEPS = 21
 def begin(context: Context, params: list[SamplingParams]) -> tuple[list[Entry], list[SamplerState]]:
     """Evaluates a prompt for each sequence; its last token is the first to be decoded."""
     entries, states = [], []
-    for seq_id, settings in enumerate(params):
+    for seq_id, own in enumerate(params):
         generator = torch.Generator().manual_seed(seq_id)
         prompt = torch.randint(3, 320, (5 + 6 * seq_id,), generator=generator).tolist()
         context.prefill(prompt[:-1], seq_id, 0)
         entries.append(Entry(seq_id, prompt[-1:], len(prompt) - 1))
-        states.append(SamplerState(settings, prompt))
+        states.append(SamplerState(own, prompt))
     return entries, states
 
 
@@ -101,6 +104,62 @@ def test_a_run_that_finds_no_block_leaves_its_last_step_whole(tiny_model: TinyMo
     context.kv.check_integrity()
 
 
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    params=st.lists(
+        st.builds(
+            SamplingParams,
+            seed=st.integers(0, 9),
+            temperature=st.sampled_from([0.0, 0.9]),
+            top_p=st.sampled_from([1.0, 0.8]),
+            repetition_penalty=st.sampled_from([1.0, 1.3]),
+            presence_penalty=st.sampled_from([0.0, 0.4]),
+            frequency_penalty=st.sampled_from([0.0, -0.2, 0.3]),
+            logit_bias=st.sampled_from([None, {9: 3.0, 100: -2.0}]),
+            logprobs=st.sampled_from([None, 2]),
+            min_tokens=st.sampled_from([0, 6]),
+            suppress=st.just(frozenset(range(0, 300, 3))),
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    rng=st.randoms(use_true_random=False),
+)
+def test_drawn_mixes_of_edits_draw_with_drafts_what_they_draw_without(
+    tiny_model: TinyModel, params: list[SamplingParams], rng: random.Random
+) -> None:
+    """Drafts are right, wrong and empty beside one another; log-probabilities are equal to the last bit."""
+    model = tiny_model("llama")
+    told: list[list[Sampled]] = [[] for _ in params]
+    context = Context(model, HistoryRunner(), n_ctx=512, n_parallel=4, block_size=4)
+    entries, states = begin(context, params)
+    run = context.decode_run(entries, states, max_steps=40)
+    for _ in range(40):
+        for sampled, draw in zip(told, accepted(states, run.step()), strict=True):
+            sampled.append(draw)
+    context.close()
+    context = Context(model, HistoryRunner(), n_ctx=512, n_parallel=4, block_size=4)
+    entries, states = begin(context, params)
+    run = context.decode_run(entries, states, max_steps=12)
+    assert isinstance(run, DecodeRun)
+    drawn: list[list[Sampled]] = [[] for _ in params]
+    for _ in range(6):
+        drafts = []
+        for index, sampled in enumerate(told):
+            at = len(drawn[index])
+            draft = [draw.token_id for draw in sampled[at : at + rng.randint(0, 5)]]
+            if draft and rng.random() < 0.5:
+                draft[rng.randrange(len(draft))] = rng.randrange(3, 300)
+            drafts.append(draft)
+        for index, draws in enumerate(run.verify(drafts)):
+            drawn[index] += [draw for draw in draws if isinstance(draw, Sampled)]
+    for index, sampled in enumerate(told):
+        assert drawn[index] == sampled[: len(drawn[index])] and len(drawn[index]) >= 6
+        assert states[index].num_generated == len(drawn[index])
+    context.kv.check_integrity()
+    context.close()
+
+
 @pytest.mark.parametrize("windows", [(None,), (8, None)])
 def test_checked_drafts_leave_what_single_steps_leave(tiny_model: TinyModel, windows: tuple[int | None, ...]) -> None:
     """Right ones, wrong ones, none: beside one another, and with plain steps in between."""
@@ -141,6 +200,76 @@ def test_checked_drafts_leave_what_single_steps_leave(tiny_model: TinyModel, win
         # Neither a block too many, nor the name of one that holds what was drafted in vain.
         assert len(context.kv.block_table(0, index)) == -(-len(held) // 4)
     context.close()
+
+
+class Planted:
+    """A constraint that allows every token. After `num_tokens` tokens its masks are slow or raise."""
+
+    fault = None
+    allowed = np.full(16, -1, np.int32)
+
+    def __init__(self, num_tokens: int, *, raises: bool = False) -> None:
+        self.num_tokens = num_tokens
+        self.raises = raises
+        self.tokens: list[int] = []
+
+    @property
+    def is_slow(self) -> bool:
+        return not self.raises and len(self.tokens) == self.num_tokens
+
+    def accept(self, token_id: int) -> None:
+        self.tokens.append(token_id)
+
+    def prepare(self) -> None:
+        assert not self.is_slow, "a slow mask was made on the model's thread"
+        if self.raises and len(self.tokens) == self.num_tokens:
+            raise ValueError("planted")
+
+    def forced(self) -> Sequence[int]:
+        return ()
+
+    def fork(self) -> "Planted":
+        raise AssertionError("no draft model")
+
+
+def begun(model: Model, constraints: Sequence[Planted]) -> tuple[Context, DecodeRun, list[list[int]]]:
+    """A run, and what each of its sequences will draw."""
+    prompts = [list(range(first, first + 11)) for first in range(20, 20 + 30 * len(constraints), 30)]
+    context = Context(model, HistoryRunner(), n_ctx=512, n_parallel=len(prompts), block_size=4)
+    for seq_id, prompt in enumerate(prompts):
+        context.prefill(prompt[:-1], seq_id, 0)
+    entries = [Entry(seq_id, prompt[-1:], len(prompt) - 1) for seq_id, prompt in enumerate(prompts)]
+    states = [SamplerState(PARAMS[0], (), constraint) for constraint in constraints]
+    run = context.decode_run(entries, states, max_steps=STEPS)
+    assert isinstance(run, DecodeRun)
+    return context, run, [expected(prompt, 12) for prompt in prompts]
+
+
+def test_a_draft_ends_where_a_mask_becomes_slow(tiny_model: TinyModel) -> None:
+    constraints = [Planted(3), Planted(100)]
+    context, run, told = begun(tiny_model("llama"), constraints)
+    drawn = run.verify([told[0][:6], told[1][:6]])
+    assert [[draw.token_id for draw in draws if not draw.failed] for draws in drawn] == [told[0][:3], told[1][:7]]
+    assert [constraint.tokens for constraint in constraints] == [told[0][:3], told[1][:7]]
+    constraints[0].num_tokens = 100  # another thread has made it
+    assert [draw.token_id for draw in run.step() if not draw.failed] == [told[0][3], told[1][7]]
+    assert [context.kv.length(seq_id) for seq_id in range(2)] == [14, 18]
+    context.kv.check_integrity()
+
+
+def test_an_error_within_drafts_leaves_the_draws_before_it_and_the_next_step_meets_it(tiny_model: TinyModel) -> None:
+    constraints = [Planted(2, raises=True), Planted(2, raises=True)]
+    context, run, told = begun(tiny_model("llama"), constraints)
+    drawn = run.verify([told[0][:6], told[1][:6]])
+    assert [[draw.token_id for draw in draws if not draw.failed] for draws in drawn] == [told[0][:2], told[1][:2]]
+    with pytest.raises(ValueError, match="planted"):
+        run.step()
+    assert [context.kv.length(seq_id) for seq_id in range(2)] == [12, 12]
+    constraints[1].raises = False
+    [[failed], alone] = run.verify([told[0][2:6], told[1][2:6]])
+    assert failed.failed and "planted" in failed.reason
+    assert [draw.token_id for draw in alone if not draw.failed] == told[1][2:7]
+    context.kv.check_integrity()
 
 
 def test_drafts_for_which_there_is_no_block_are_told_from_others(tiny_model: TinyModel) -> None:
