@@ -24,6 +24,8 @@ from genbatch.nif.step_time import StepTimeModel
 
 # With more sequences, a further row of a step costs as much as a first one.
 MAX_SEQUENCES = DRAFTED_SEQUENCES
+# With more, prompt lookup gained nothing that could be measured: too seldom do all sequences copy at once (ADR 93).
+MAX_LOOKUPS = 2
 # The most tokens of a draft. Longer drafts gain nothing, since a copied text seldom runs so long without a change.
 MAX_DRAFT = 8
 # A drafted token's chance must exceed its cost by this factor.

@@ -16,7 +16,7 @@ from typing import cast
 import outcome
 import trio
 
-from genbatch.actors.batcher.drafting import MAX_SEQUENCES, DraftCosts, RunDrafts
+from genbatch.actors.batcher.drafting import MAX_LOOKUPS, MAX_SEQUENCES, DraftCosts, RunDrafts
 from genbatch.actors.batcher.generation import Generation
 from genbatch.actors.batcher.journal import Decoded, Drawn, Run, RunEnded, StepMessage, Stepped
 from genbatch.actors.batcher.open_requests import BatchState
@@ -443,10 +443,11 @@ class Stepper:
 
     def _drafts_of(self, batch: list[Planned]) -> RunDrafts | None:
         drafter, sequences = self._ctx.drafter, generations(batch)
-        guesses = self._looks_up or drafter is not None or any(sequence.constraint for sequence in sequences)
+        looks_up = self._looks_up and len(batch) <= MAX_LOOKUPS
+        guesses = looks_up or drafter is not None or any(sequence.constraint for sequence in sequences)
         if not (guesses and self._ctx.can_verify and len(batch) <= MAX_SEQUENCES):
             return None
-        return RunDrafts(sequences, self._costs, max_rows=self._ctx.n_batch, looks_up=self._looks_up, drafter=drafter)
+        return RunDrafts(sequences, self._costs, max_rows=self._ctx.n_batch, looks_up=looks_up, drafter=drafter)
 
     def decoded(self, decoded: Decoded) -> bool:
         """Book a step of a run; the next step may be running."""

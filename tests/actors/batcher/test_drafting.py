@@ -38,7 +38,8 @@ from genbatch.nif.sampling.prompt_lookup import PromptLookup
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, forbid
 from genbatch.nif.step_costs import StepWork
 from genbatch.nif.step_time import StepTimeModel
-from genbatch.proto.messages import GenerateRequest, ResponseFormat, Result, Token
+from genbatch.proto.errors import InvalidRequest
+from genbatch.proto.messages import GenerateRequest, ResponseFormat, Result, Token, Usage
 from tests.nif.native.models import build_native_model
 from tests.nif.tiny_models import build_tokenizer
 from tests.simulation.history_runner import LoopingRunner
@@ -316,7 +317,15 @@ async def ask(model: Model, open_runner: Callable[[], Any], requests: list[dict[
 
         async def one(index: int, fields: dict[str, Any]) -> None:
             request = GenerateRequest(**{"max_tokens": 60, "ignore_eos": True, "temperature": 0.0, **fields})
-            results[index] = await ref.call(Generate(request, streams[index].append), timeout=None)
+            try:
+                results[index] = await ref.call(Generate(request, streams[index].append), timeout=None)
+            except InvalidRequest as refused:  # such as a grammar that the allowed tokens cannot write
+                results[index] = Result(
+                    text=str(refused),
+                    token_ids=[],
+                    finish_reason="error",
+                    usage=Usage(prompt_tokens=0, completion_tokens=0),
+                )
 
         async with trio.open_nursery() as nursery:
             for index, fields in enumerate(requests):
@@ -444,7 +453,9 @@ ASKED = st.lists(
                 ]
             ),
         },
-    ).filter(lambda asked: not ("regex" in asked and "response_format" in asked)),
+    )
+    .filter(lambda asked: not ("regex" in asked and "response_format" in asked))
+    .map(lambda asked: {**asked, "ignore_eos": False} if {"regex", "response_format"} & asked.keys() else asked),
     min_size=1,
     max_size=4,
 )
@@ -662,6 +673,17 @@ def test_a_copy_with_a_repetition_penalty_is_what_generate_says(smollm2: Model, 
     assert counted["accepted"] >= 4
 
 
+def test_runs_of_more_than_two_are_not_looked_up(native_model: NativeModel, _clock: None, _guessing: None) -> None:
+    model, opened = native_model("llama")
+    requests = [{"token_ids": prompt_of(seed, 3), "max_tokens": 60} for seed in (1, 2, 3)]
+    plain = trio.run(lambda: ask(model, opened, requests, prompt_lookup=False))
+    tell(requests, plain)
+    drafted = trio.run(lambda: ask(model, opened, requests))
+    same(drafted, plain)
+    assert drafted[2]["drafted"] == 0
+    assert trio.run(lambda: ask(model, opened, requests[:2]))[2]["drafted"] > 0
+
+
 def test_runs_of_more_than_four_are_not_drafted(
     tiny_model: TinyModel, _clock: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -673,7 +695,9 @@ def test_runs_of_more_than_four_are_not_drafted(
         begin(drafts)
 
     monkeypatch.setattr(RunDrafts, "begin", noted)
-    requests = [{**LOOPING, "max_tokens": 60 + 5 * index} for index in range(6)]
+    requests = [
+        {**LOOPING, "max_tokens": 60 + 5 * index, "regex": "([a-y] ?){200}", "ignore_eos": False} for index in range(6)
+    ]
     trio.run(lambda: ask(tiny_model("llama"), LoopingRunner, requests, n_parallel=6))
     assert set(sizes) == {1, 2, 3, 4}
 
