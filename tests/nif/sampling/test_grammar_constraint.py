@@ -24,7 +24,7 @@ from genbatch.nif.sampling.grammar_compiler import MAX_CACHED, GrammarCompiler, 
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, forbid, sample
 
 END = 2
-REGEXES = ("the quick (brown|black) fox", "[0-9]{3}-constant", "a{20}(b|c)d{5}")
+FORCING = ("the quick (brown|black) fox", "[0-9]{3}-constant", "a{20}(b|c)d{5}")
 HOSTILE = "(ab|c)*" * 9000  # seconds, if it were let
 
 
@@ -107,7 +107,7 @@ def test_a_fork_goes_its_own_way(compiler: GrammarCompiler, model: Model) -> Non
     assert model.tokenizer.encode("d") == allowed(second)
 
 
-@given(st.sampled_from(REGEXES), st.randoms(use_true_random=False))
+@given(st.sampled_from(FORCING), st.randoms(use_true_random=False))
 def test_forced_tokens_may_follow_one_another(
     compiler: GrammarCompiler, model: Model, regex: str, random: Random
 ) -> None:
