@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from genbatch.nif.kernels.attend_keys import LARGE_SHARED_MEMORY
+from genbatch.nif.kernels.elementwise import rope_and_write
 
 GROUP = 64
 """Inputs that share a scale in 4 bits, and that the products take at a time."""
@@ -36,8 +37,9 @@ class PackedWeight:
     data: torch.Tensor  # [N, K] in the model's type, int8 or fp8; for 4 bits [N, groups * GROUP / 2] uint8
     bits: int  # 4, 8, or 0 for the model's type
     num_inputs: int
-    scales: torch.Tensor | None = None  # [N] float32; for 4 bits [N, groups]
-    zeros: torch.Tensor | None = None  # [N, groups] uint8, for 4 bits: a weight is (nibble - zero) * scale
+    # [N] float32; for 4 bits [N, groups] int32: a float32 with the group's zero in its lowest 4 bits, so that one load
+    # reads both. A weight is (nibble - zero) * scale.
+    scales: torch.Tensor | None = None
     bias: torch.Tensor | None = None  # [N]
 
     @property
@@ -46,12 +48,12 @@ class PackedWeight:
 
     @property
     def num_groups(self) -> int:
-        return 1 if self.zeros is None else self.zeros.shape[1]
+        return self.scales.shape[1] if self.scales is not None and self.bits == 4 else 1
 
     @property
     def nbytes(self) -> int:
         """Bytes that a step reads of it."""
-        parts = (self.data, self.scales, self.zeros, self.bias)
+        parts = (self.data, self.scales, self.bias)
         return sum(part.nbytes for part in parts if part is not None)
 
 
@@ -83,6 +85,8 @@ def from_groups(
 ) -> PackedWeight:
     """4-bit weights whose groups are quantised already.
 
+    Scales keep 20 of 24 bits. Those of GPTQ and AWQ checkpoints, which have 11, stay as they are.
+
     Args:
         nibbles: [N, groups, GROUP] uint8 below 16; the number of groups is even.
         scales: [N, groups].
@@ -91,9 +95,8 @@ def from_groups(
     """
     pairs = nibbles.view(len(nibbles), -1, 2, GROUP)
     data = (pairs[:, :, 0] | (pairs[:, :, 1] << 4)).flatten(1)
-    return PackedWeight(
-        data.contiguous(), 4, num_inputs, scales=scales.float().contiguous(), zeros=zeros.contiguous(), bias=bias
-    )
+    bits = scales.float().contiguous().view(torch.int32)
+    return PackedWeight(data.contiguous(), 4, num_inputs, scales=(bits & ~0xF) | zeros.int(), bias=bias)
 
 
 def unpack(weight: PackedWeight) -> torch.Tensor:
@@ -103,11 +106,18 @@ def unpack(weight: PackedWeight) -> torch.Tensor:
     assert weight.scales is not None
     if weight.bits == 8:
         return weight.data.float() * weight.scales[:, None]
-    assert weight.zeros is not None
+    zeros = weight.scales & 0xF
+    scales = (weight.scales & ~0xF).view(torch.float32)
     pairs = weight.data.view(len(weight.data), -1, 1, GROUP)
     nibbles = torch.cat((pairs & 0xF, pairs >> 4), dim=2).view(len(weight.data), -1, GROUP).float()
-    wide = (nibbles - weight.zeros.float()[..., None]) * weight.scales[..., None]
+    wide = (nibbles - zeros.float()[..., None]) * scales[..., None]
     return wide.flatten(1)[:, : weight.num_inputs]
+
+
+@triton.jit
+def _scale_and_zero(word):
+    """The two parts of a word of `PackedWeight.scales`."""
+    return (word & -16).to(tl.float32, bitcast=True), word & 0xF
 
 
 @triton.jit
@@ -115,7 +125,6 @@ def _unpack_kernel(
     out_ptr,  # [N, K]
     weight_ptr,  # packed, see PackedWeight
     scale_ptr,
-    zero_ptr,
     K: tl.constexpr,
     BITS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
@@ -130,8 +139,7 @@ def _unpack_kernel(
         group = columns // GROUP
         bytes_at = row * (NUM_GROUPS * GROUP // 2) + group // 2 * GROUP + columns % GROUP
         packed = tl.load(weight_ptr + bytes_at, mask=inside, other=0).to(tl.int32)
-        zero = tl.load(zero_ptr + row * NUM_GROUPS + group, mask=inside, other=0).to(tl.int32)
-        scale = tl.load(scale_ptr + row * NUM_GROUPS + group, mask=inside, other=0.0)
+        scale, zero = _scale_and_zero(tl.load(scale_ptr + row * NUM_GROUPS + group, mask=inside, other=0))
         wide = (((packed >> (group % 2 * 4)) & 0xF) - zero).to(tl.float32) * scale
     else:
         wide = tl.load(weight_ptr + row * K + columns, mask=inside, other=0.0).to(tl.float32) * tl.load(scale_ptr + row)
@@ -148,7 +156,6 @@ def unpacked(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
         out,
         weight.data,
         weight.scales,
-        weight.zeros,
         K=num_inputs,
         BITS=weight.bits,
         NUM_GROUPS=weight.num_groups,
@@ -159,28 +166,11 @@ def unpacked(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
     return out
 
 
+_NIBBLE_OFFSETS = {torch.bfloat16: 128, torch.float16: 1024}  # above it, the type's whole numbers are one apart
 _PLAIN = tl.constexpr(0)
 _RESIDUAL = tl.constexpr(1)
 _SILU = tl.constexpr(2)  # from here on a program computes pairs of outputs
 _ROPE = tl.constexpr(3)
-
-
-@triton.jit
-def _normalised(x, factor, weight_ptr, columns, inside, HAS_NORM: tl.constexpr):
-    """A tile of the input [ROWS, KS], after the norm if there is one; rounds where the models round."""
-    if HAS_NORM:
-        weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
-        x = (x.to(tl.float32) * factor[:, None]).to(x.dtype) * weight[None, :]
-    return x
-
-
-@triton.jit
-def _loaded(x_ptr, rows, columns, known, inside, x_stride):
-    return tl.load(
-        x_ptr + rows.to(tl.int64)[:, None] * x_stride + columns[None, :],
-        mask=known[:, None] & inside[None, :],
-        other=0.0,
-    )
 
 
 @triton.jit
@@ -191,20 +181,110 @@ def _times_full(acc, x, weight_ptr, outputs, used, columns, inside, K: tl.conste
         mask=used[None, :] & inside[:, None],
         other=0.0,
     )
-    if weight.dtype.is_fp8():
-        weight = weight.to(tl.float32)  # Triton 3.6 has no way from fp8 to bfloat16 on 8.9
-    return acc + tl.dot(x, weight.to(x.dtype), input_precision="ieee")
+    return acc + tl.dot(x, weight, input_precision="ieee")
 
 
 @triton.jit
-def _times_nibbles(acc, x, nibbles, scale_ptr, zero_ptr, outputs, used, group, NUM_GROUPS: tl.constexpr):
-    """Adds the tile's product with one group of 4-bit weights, [KS, outputs], of its own scale and zero."""
-    cells = outputs.to(tl.int64) * NUM_GROUPS + group
-    zero = tl.load(zero_ptr + cells, mask=used, other=0).to(tl.int32)
-    scale = tl.load(scale_ptr + cells, mask=used, other=0.0)
-    # Small whole numbers are exact in every type; the scale is applied in float32.
-    weight = (nibbles.to(tl.int32) - zero[None, :]).to(x.dtype)
-    return acc + tl.dot(x, weight, input_precision="ieee") * scale[None, :]
+def _parted_input(x_ptr, norm_ptr, factor, rows, known, columns, x_stride, K: tl.constexpr, HAS_NORM: tl.constexpr):
+    """The input [SPLITS, ROWS, KS] at these columns [SPLITS, KS], after the norm; rounds where the models round."""
+    inside = columns < K
+    x = tl.load(
+        x_ptr + rows.to(tl.int64)[None, :, None] * x_stride + columns[:, None, :],
+        mask=known[None, :, None] & inside[:, None, :],
+        other=0.0,
+    )
+    if HAS_NORM:
+        weight = tl.load(norm_ptr + columns, mask=inside, other=0.0)
+        x = (x.to(tl.float32) * factor[None, :, None]).to(x.dtype) * weight[:, None, :]
+    return x
+
+
+@triton.jit
+def _times_bytes(x, weight_ptr, outputs, used, columns, K: tl.constexpr):
+    """The product [SPLITS, ROWS, COLUMNS] with 8-bit weights [outputs, K], without their scales."""
+    weight = tl.load(
+        weight_ptr + outputs.to(tl.int64)[None, None, :] * K + columns[:, :, None],
+        mask=used[None, None, :] & (columns < K)[:, :, None],
+        other=0.0,
+    )
+    if weight.dtype.is_fp8():
+        weight = weight.to(tl.float32)  # Triton 3.6 has no way from fp8 to bfloat16 on 8.9
+    return tl.dot(x, weight.to(x.dtype), input_precision="ieee")
+
+
+@triton.jit
+def _scaling(scale_ptr, outputs, used, pair, NUM_GROUPS: tl.constexpr):
+    """The words [SPLITS, COLUMNS] int64 of pairs of groups: the low nibbles' in the lower half, then the high ones'."""
+    cells = outputs.to(tl.int64)[None, :] * (NUM_GROUPS // 2) + pair[:, None]
+    mask = used[None, :] & (pair < NUM_GROUPS // 2)[:, None]
+    return tl.load(scale_ptr.to(tl.pointer_type(tl.int64)) + cells, mask=mask, other=0)
+
+
+@triton.jit
+def _times_nibbles(
+    x,  # [SPLITS, ROWS, KS], the inputs of the low nibbles
+    x_high,  # of the high ones
+    weight_ptr,
+    outputs,
+    used,
+    bytes_at,  # [SPLITS, KS]
+    scaling,  # see `_scaling`
+    NUM_BYTES: tl.constexpr,
+    OFFSET: tl.constexpr,
+):
+    """The product [SPLITS, ROWS, COLUMNS] with 4-bit weights of two groups for each split.
+
+    Whole numbers below 2,048 (256 in bfloat16) are exact in every type; the scales are applied in float32.
+    """
+    scale, zero = _scale_and_zero(scaling.to(tl.int32))
+    scale_high, zero_high = _scale_and_zero((scaling >> 32).to(tl.int32))
+    packed = tl.load(
+        weight_ptr + outputs.to(tl.int64)[None, None, :] * NUM_BYTES + bytes_at[:, :, None],
+        mask=used[None, None, :] & (bytes_at < NUM_BYTES)[:, :, None],
+        other=0,
+    )
+    if OFFSET == 0:
+        low, high = (packed & 0xF).to(x.dtype), (packed >> 4).to(x.dtype)
+    else:
+        low, high = _nibbles(packed, OFFSET)
+    low = low - (zero + OFFSET).to(x.dtype)[:, None, :]
+    high = high - (zero_high + OFFSET).to(x.dtype)[:, None, :]
+    return (
+        tl.dot(x, low, input_precision="ieee") * scale[:, None, :]
+        + tl.dot(x_high, high, input_precision="ieee") * scale_high[:, None, :]
+    )
+
+
+_SPREAD = """{
+    .reg .b32 even, odd;
+    prmt.b32 even, $4, 0, 0x4140;
+    prmt.b32 odd, $4, 0, 0x4342;
+    lop3.b32 $0, even, 0x000f000f, MAGIC, 0xea;
+    lop3.b32 $1, odd, 0x000f000f, MAGIC, 0xea;
+    shr.u32 even, even, 4;
+    shr.u32 odd, odd, 4;
+    lop3.b32 $2, even, 0x000f000f, MAGIC, 0xea;
+    lop3.b32 $3, odd, 0x000f000f, MAGIC, 0xea;
+}"""
+_SPREAD_BF16 = tl.constexpr(_SPREAD.replace("MAGIC", "0x43004300"))  # twice 128.0
+_SPREAD_FP16 = tl.constexpr(_SPREAD.replace("MAGIC", "0x64006400"))  # twice 1024.0
+
+
+@triton.jit
+def _nibbles(packed, OFFSET: tl.constexpr):
+    """The low and the high nibbles of bytes as OFFSET + n: n is written into the low bits of the number OFFSET.
+
+    That takes eight instructions for eight weights. A conversion takes several for each.
+    """
+    if OFFSET == 128:
+        low, high = tl.inline_asm_elementwise(
+            _SPREAD_BF16, "=r,=r,=r,=r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    else:
+        low, high = tl.inline_asm_elementwise(
+            _SPREAD_FP16, "=r,=r,=r,=r,r", [packed], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+        )
+    return low, high
 
 
 @triton.jit
@@ -227,8 +307,7 @@ def _linear_kernel(
     out_ptr,  # [num_rows, out_stride]; for _ROPE the queries, for _RESIDUAL the residual that is added to
     x_ptr,  # [num_rows, K] with stride; the residual where HAS_NORM
     weight_ptr,  # [N, K], or packed
-    scale_ptr,  # [N] float32, or [N, NUM_GROUPS]; None for weights of the model's type
-    zero_ptr,  # [N, NUM_GROUPS] uint8 or None
+    scale_ptr,  # see `PackedWeight.scales`; None for weights of the model's type
     bias_ptr,  # [N] or None
     sums_ptr,  # [num_rows, PARTS] float32: the input's squares where HAS_NORM
     norm_ptr,  # [K] or None
@@ -256,7 +335,10 @@ def _linear_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     KS: tl.constexpr,
+    SPLITS: tl.constexpr,  # of the inputs of packed weights
+    NIBBLE_OFFSET: tl.constexpr,  # see `_nibbles`
     BITS: tl.constexpr,  # of a packed weight: 4, 8, or 0 for the model's type
+    GROUP: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     AFTER: tl.constexpr,
@@ -268,14 +350,17 @@ def _linear_kernel(
 ):
     """One program: ROWS rows and COLUMNS outputs, or as many pairs of outputs (gate and up, or a head's two halves)."""
     PAIRS: tl.constexpr = AFTER >= _SILU
-    tile = tl.program_id(0)
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    tile = tl.program_id(1)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # those that read the same weights run one after another
     known = rows < num_rows
     lanes = tl.arange(0, COLUMNS)
     if AFTER == _ROPE:
         HALF: tl.constexpr = HEAD // 2
+        IN_HEAD: tl.constexpr = (HALF + COLUMNS - 1) // COLUMNS  # one where a norm needs the whole head
+        head = tile // IN_HEAD
+        lanes += tile % IN_HEAD * COLUMNS
         used = lanes < HALF
-        outputs = tile * HEAD + lanes
+        outputs = head * HEAD + lanes
         others = outputs + HALF
     else:
         outputs = tile * COLUMNS + lanes
@@ -288,44 +373,53 @@ def _linear_kernel(
             sums_ptr + rows[:, None] * PARTS + parts[None, :], mask=known[:, None] & (parts < PARTS)[None, :], other=0.0
         )
         factor = 1.0 / tl.sqrt(tl.sum(sums, 1) / K + eps)
-    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-    more = tl.zeros([ROWS, COLUMNS], tl.float32)
-    if BITS == 4:
-        # A byte holds weights KS apart, so that neither half has to be interleaved with the other.
-        for block in range(tl.cdiv(K, 2 * KS)):
-            bytes_at = block * KS + tl.arange(0, KS)
-            packed = tl.load(
-                weight_ptr + outputs.to(tl.int64)[None, :] * (NUM_GROUPS * KS // 2) + bytes_at[:, None],
-                mask=used[None, :],
-                other=0,
-            )
-            for half in tl.static_range(2):
-                columns = (2 * block + half) * KS + tl.arange(0, KS)
-                inside = columns < K
-                x = _normalised(
-                    _loaded(x_ptr, rows, columns, known, inside, x_stride), factor, norm_ptr, columns, inside, HAS_NORM
-                )
-                group = 2 * block + half
-                nibbles = (packed >> (4 * half)) & 0xF
-                acc = _times_nibbles(acc, x, nibbles, scale_ptr, zero_ptr, outputs, used, group, NUM_GROUPS)
-                if PAIRS:
-                    packed_more = tl.load(
-                        weight_ptr + others.to(tl.int64)[None, :] * (NUM_GROUPS * KS // 2) + bytes_at[:, None],
-                        mask=used[None, :],
-                        other=0,
-                    )
-                    nibbles_more = (packed_more >> (4 * half)) & 0xF
-                    more = _times_nibbles(more, x, nibbles_more, scale_ptr, zero_ptr, others, used, group, NUM_GROUPS)
-    else:
+    if BITS == 0:
+        acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+        more = tl.zeros([ROWS, COLUMNS], tl.float32)
         for start in range(0, K, KS):
             columns = start + tl.arange(0, KS)
             inside = columns < K
-            x = _normalised(
-                _loaded(x_ptr, rows, columns, known, inside, x_stride), factor, norm_ptr, columns, inside, HAS_NORM
+            x = tl.load(
+                x_ptr + rows.to(tl.int64)[:, None] * x_stride + columns[None, :],
+                mask=known[:, None] & inside[None, :],
+                other=0.0,
             )
+            if HAS_NORM:
+                weight = tl.load(norm_ptr + columns, mask=inside, other=0.0)
+                x = (x.to(tl.float32) * factor[:, None]).to(x.dtype) * weight[None, :]
             acc = _times_full(acc, x, weight_ptr, outputs, used, columns, inside, K)
             if PAIRS:
                 more = _times_full(more, x, weight_ptr, others, used, columns, inside, K)
+    else:
+        # A product for each of SPLITS parts of the inputs: the warps share the inputs, not the outputs, of which a
+        # program has few. The parts are added up once, at the end.
+        parted = tl.zeros([SPLITS, ROWS, COLUMNS], tl.float32)
+        parted_more = tl.zeros([SPLITS, ROWS, COLUMNS], tl.float32)
+        NUM_BYTES: tl.constexpr = NUM_GROUPS * GROUP // 2 if BITS == 4 else K  # of an output
+        splits = tl.arange(0, SPLITS)
+        for first in range(0, NUM_BYTES, SPLITS * KS):
+            bytes_at = first + splits[:, None] * KS + tl.arange(0, KS)[None, :]
+            # In 4 bits a byte holds weights GROUP apart.
+            columns = bytes_at // GROUP * (2 * GROUP) + bytes_at % GROUP if BITS == 4 else bytes_at
+            x = _parted_input(x_ptr, norm_ptr, factor, rows, known, columns, x_stride, K, HAS_NORM)
+            if BITS == 4:
+                x_high = _parted_input(x_ptr, norm_ptr, factor, rows, known, columns + GROUP, x_stride, K, HAS_NORM)
+                pair = (first + splits * KS) // GROUP  # of groups
+                scaling = _scaling(scale_ptr, outputs, used, pair, NUM_GROUPS)
+                parted += _times_nibbles(
+                    x, x_high, weight_ptr, outputs, used, bytes_at, scaling, NUM_BYTES, NIBBLE_OFFSET
+                )
+                if PAIRS:
+                    scaling_more = _scaling(scale_ptr, others, used, pair, NUM_GROUPS)
+                    parted_more += _times_nibbles(
+                        x, x_high, weight_ptr, others, used, bytes_at, scaling_more, NUM_BYTES, NIBBLE_OFFSET
+                    )
+            else:
+                parted += _times_bytes(x, weight_ptr, outputs, used, columns, K)
+                if PAIRS:
+                    parted_more += _times_bytes(x, weight_ptr, others, used, columns, K)
+        acc = tl.sum(parted, 0)
+        more = tl.sum(parted_more, 0)
     if BITS == 8:
         acc = acc * tl.load(scale_ptr + outputs, mask=used, other=0.0)[None, :]
         if PAIRS:
@@ -354,30 +448,29 @@ def _linear_kernel(
         residual = (residual.to(tl.float32) + acc.to(kind).to(tl.float32)).to(kind)
         tl.store(out_ptr + cells, residual, mask=mask)
         wide = residual.to(tl.float32)
-        tl.store(out_sums_ptr + rows * tl.num_programs(0) + tile, tl.sum(wide * wide, 1), mask=known)
+        tl.store(out_sums_ptr + rows * tl.num_programs(1) + tile, tl.sum(wide * wide, 1), mask=known)
     if AFTER == _ROPE:
         first = acc.to(kind)
         second = more.to(kind)
-        if tile < QUERY_HEADS + KV_HEADS:
+        if head < QUERY_HEADS + KV_HEADS:
             positions = tl.load(positions_ptr + rows, mask=known, other=-1)
             turned = ((positions >= 0) & (positions < num_positions))[:, None] & used[None, :]
             angles = positions[:, None] * (HEAD // 2) + lanes[None, :]
             cos = tl.load(cos_ptr + angles, mask=turned, other=0.0)
             sin = tl.load(sin_ptr + angles, mask=turned, other=0.0)
-            if tile < QUERY_HEADS:
+            if head < QUERY_HEADS:
                 low, high = _rotated(first, second, query_norm_ptr, lanes, used, cos, sin, eps, HEAD, HAS_HEAD_NORM)
                 tl.store(out_ptr + cells, low.to(kind), mask=mask)
                 tl.store(out_ptr + cells + HEAD // 2, high.to(kind), mask=mask)
             else:
                 low, high = _rotated(first, second, key_norm_ptr, lanes, used, cos, sin, eps, HEAD, HAS_HEAD_NORM)
                 _store_in_cache(
-                    key_ptr, low, high, slots_ptr, rows, known, lanes, used, tile - QUERY_HEADS, num_slots,
+                    key_ptr, low, high, slots_ptr, rows, known, lanes, used, head - QUERY_HEADS, num_slots,
                     block_stride, HEAD, BLOCK_SIZE,
                 )  # fmt: skip
         else:
-            head = tile - QUERY_HEADS - KV_HEADS
             _store_in_cache(
-                value_ptr, first, second, slots_ptr, rows, known, lanes, used, head, num_slots,
+                value_ptr, first, second, slots_ptr, rows, known, lanes, used, head - QUERY_HEADS - KV_HEADS, num_slots,
                 block_stride, HEAD, BLOCK_SIZE,
             )  # fmt: skip
 
@@ -448,6 +541,7 @@ class LinearTile:
     inputs: int
     num_warps: int
     num_stages: int
+    splits: int = 1  # of packed weights' inputs, each of `inputs` of them at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -479,7 +573,7 @@ def linear_tiles(
     """Choose the tiles for so many rows.
 
     Few outputs a program make many programs. Many inputs at a time keep many loads under way. The tiles for weights of
-    16 bits were the fastest of 12 to 14 on one H100 (docs/lab/2026-11-26-gpu.md).
+    16 bits were the fastest of 12 to 14 on one H100 (docs/lab/2026-11-26-h100.md).
 
     Args:
         bits: of packed weights. The head's weights are never packed.
@@ -488,27 +582,46 @@ def linear_tiles(
     """
     lanes = max(16, triton.next_power_of_2(head_size // 2))
     if dtype == torch.float32:
-        tile = LinearTile(16, 32, 32, 4, 2)
+        tile = LinearTile(16, 32, 32, 4, 2, splits=2)
         return LinearTiles(replace(tile, columns=lanes), tile, tile, tile)
     rows = 64 if fixed or num_rows > 32 else 32 if num_rows > 16 else 16
     is_large = shared_memory >= LARGE_SHARED_MEMORY
+    logits = {
+        16: LinearTile(16, 32, 256, 4, 3),
+        32: LinearTile(32, 16, 256, 4, 3),
+        64: LinearTile(64, 64, 64, 4, 4),
+    }[rows]
+    if bits:
+        return _packed_tiles(bits, 16 if fixed else num_rows, logits)
     tile = LinearTile(rows, 32, 128, 4, 3) if rows == 64 else LinearTile(rows, 16, 256, 4, 3)
-    logits = {16: LinearTile(16, 32, 256, 4, 3), 32: tile, 64: LinearTile(64, 64, 64, 4, 4)}[rows]
-    if bits == 4:
-        tile = LinearTile(16, 32, GROUP, 4, 4)  # with more rows, unpacking spills registers before 9.0
     # Whole heads make wide tiles. All stages together have to fit shared memory.
     heads = replace(tile, columns=lanes, inputs=min(tile.inputs, GROUP) if lanes > 32 else tile.inputs)
     gated = added = tile
-    if bits == 0 and rows == 16:
+    if rows == 16:
         added = LinearTile(16, 16, 128, 4, 6)
         gated = LinearTile(16, 32, 256, 4, 3) if is_large else LinearTile(16, 32, 128, 2, 4)
         if is_large and lanes == 64:
             heads = LinearTile(16, 64, 256, 4, 3)
-    elif bits == 0 and rows == 64 and is_large:
+    elif rows == 64 and is_large:
         added = LinearTile(64, 32, 128, 4, 4)
         gated = LinearTile(64, 64, 128, 8, 4)
         if lanes == 64:
             heads = LinearTile(64, 64, 128, 8, 4)
+    return LinearTiles(heads, gated, added, logits)
+
+
+def _packed_tiles(bits: int, num_rows: int, logits: LinearTile) -> LinearTiles:
+    """Choose the tiles of packed weights: the fastest of four to seven on one H100 (docs/lab/2026-11-26-h100.md).
+
+    A warp has a split of its own, since two warps for one split would both unpack its weights. With more than 16 rows
+    the unpacked weights take more registers than there are.
+    """
+    rows = 1 if num_rows == 1 else 16
+    columns = 8 if num_rows == 1 else 16 if num_rows <= 16 else 32
+    added = LinearTile(rows, columns, 64, 4, 4, splits=4)
+    gated = LinearTile(rows, 16 if bits == 8 and num_rows == 1 else 32, 64, 4, 3, splits=4)
+    # Triton 3.9 spills registers with 8 outputs of one row.
+    heads = LinearTile(rows, 16 if rows == 1 else columns, 64, 4, 3, splits=4)
     return LinearTiles(heads, gated, added, logits)
 
 
@@ -597,11 +710,29 @@ class TileLinear:
         Args:
             delta: here and below, [R, outputs] float32, what adapters add to the product.
         """
-        width = shape.num_heads * shape.head_size
-        rows = len(residual.hidden)
-        query = torch.empty((rows, width), dtype=residual.hidden.dtype, device=residual.hidden.device)
-        num_tiles = shape.num_heads + 2 * shape.num_kv_heads
+        rows, hidden = len(residual.hidden), residual.hidden
         tile = self.tiles.heads
+        if weight.bits and shape.query_norm is not None:
+            # A norm for each head needs a program for each whole head, and whole ones take too many registers unpacked.
+            qkv = torch.empty((rows, weight.num_outputs), dtype=hidden.dtype, device=hidden.device)
+            tile = self.tiles.added
+            num_tiles = triton.cdiv(weight.num_outputs, tile.columns)
+            self._launch(qkv, residual, norm, weight, _PLAIN, num_tiles, tile, delta=delta)
+            return rope_and_write(
+                qkv,
+                rotation.key_cache,
+                rotation.value_cache,
+                rotation.slots,
+                rotation.positions,
+                rotation.cos,
+                rotation.sin,
+                num_heads=shape.num_heads,
+                query_norm=shape.query_norm,
+                key_norm=shape.key_norm,
+                eps=residual.eps,
+            ).view(rows, shape.num_heads, shape.head_size)
+        query = torch.empty((rows, shape.num_heads * shape.head_size), dtype=hidden.dtype, device=hidden.device)
+        num_tiles = (shape.num_heads + 2 * shape.num_kv_heads) * triton.cdiv(shape.head_size // 2, tile.columns)
         self._launch(query, residual, norm, weight, _ROPE, num_tiles, tile, heads=(shape, rotation), delta=delta)
         return query.view(rows, shape.num_heads, shape.head_size)
 
@@ -647,12 +778,11 @@ class TileLinear:
         shape, rotation = heads if heads is not None else (None, None)
         cache = rotation.key_cache if rotation is not None else None
         parts = 1 if in_sums is None else in_sums.shape[1]
-        _linear_kernel[(num_tiles, triton.cdiv(len(x), tile.rows))](
+        _linear_kernel[(triton.cdiv(len(x), tile.rows), num_tiles)](
             out,
             x,
             weight.data,
             weight.scales,
-            weight.zeros,
             weight.bias,
             in_sums,
             norm,
@@ -679,8 +809,11 @@ class TileLinear:
             PARTS_PAD=triton.next_power_of_2(parts),
             ROWS=tile.rows,
             COLUMNS=tile.columns,
-            KS=GROUP if weight.bits == 4 else tile.inputs,
+            KS=tile.inputs,
+            SPLITS=tile.splits,
+            NIBBLE_OFFSET=0 if x.device.type == "cpu" else _NIBBLE_OFFSETS.get(x.dtype, 0),
             BITS=weight.bits,
+            GROUP=GROUP,
             NUM_GROUPS=weight.num_groups,
             HAS_NORM=norm is not None,
             AFTER=after,

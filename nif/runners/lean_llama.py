@@ -496,9 +496,8 @@ def _on(weight: PackedWeight, projections: "list[torch.nn.Linear]", device: torc
     bias = None
     if projections[0].bias is not None:
         bias = torch.cat([projection.bias.data.to(device) for projection in projections])
-    assert weight.scales is not None and weight.zeros is not None
-    data, scales, zeros = (part.to(device) for part in (weight.data, weight.scales, weight.zeros))
-    return replace(weight, data=data, scales=scales, zeros=zeros, bias=bias)
+    assert weight.scales is not None
+    return replace(weight, data=weight.data.to(device), scales=weight.scales.to(device), bias=bias)
 
 
 def is_packed(model: "Model") -> bool:

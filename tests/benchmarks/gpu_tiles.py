@@ -1,6 +1,6 @@
 """Times tiles of the decode kernels on the GPU that is here, each as a share of a copy's bandwidth.
 
-    python tests/benchmarks/gpu_tiles.py --results DIR [--only attention|linear] [--rows 1 16 64]
+    python tests/benchmarks/gpu_tiles.py --results DIR [--only attention|linear|packed] [--rows 1 64]
 
 Weights and keys are taken from several buffers in turn, larger together than the L2 cache. A captured graph of these
 launches is replayed, so that the host's time is not in it. Children compile the variants first, one a core.
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -31,6 +32,7 @@ from genbatch.nif.kernels.linear import (
     Residual,
     Rotation,
     TileLinear,
+    pack,
 )
 
 IS_DRY = "GPU_DRY_RUN" in os.environ
@@ -41,6 +43,7 @@ SHARED = 227 * 1024
 PRODUCTS = ("qkv", "out", "gate_up", "down", "head")
 # Name: hidden, intermediate, query heads, KV heads, vocabulary.
 SHAPES = {"0.6B": (1024, 3072, 16, 8, 151936), "8B": (4096, 14336, 32, 8, 128256)}
+NORMED = ("0.6B", "tiny")  # a norm for each head needs whole heads
 if IS_DRY:
     SHAPES = {"tiny": (128, 64, 2, 1, 128)}
 
@@ -91,6 +94,37 @@ TILES = {  # by rows of a program: outputs, inputs at a time, warps, stages
         (64, 128, 8, 4), (128, 64, 8, 3), (128, 64, 8, 4), (16, 128, 4, 4), (32, 64, 4, 6), (128, 128, 8, 2),
     ],
 }  # fmt: skip
+
+
+# By product: outputs, inputs at a time, warps, stages, splits.
+PACKED_TILES = {
+    "int4": {
+        "added": [(16, 64, 4, 4, 4), (8, 64, 4, 4, 4), (16, 64, 8, 3, 8), (8, 64, 8, 4, 8), (32, 64, 4, 4, 4),
+                  (16, 64, 2, 4, 2)],
+        "gated": [(16, 64, 4, 3, 4), (16, 64, 4, 4, 4), (16, 64, 2, 4, 2), (8, 64, 4, 4, 4), (32, 64, 4, 3, 4),
+                  (16, 64, 8, 3, 8)],
+        "heads": [(16, 64, 4, 3, 4), (8, 64, 4, 4, 4), (16, 64, 8, 3, 8), (32, 64, 4, 3, 4)],
+        "whole heads": [(64, 32, 8, 3, 8), (64, 64, 8, 2, 8), (64, 32, 4, 4, 4), (64, 64, 4, 2, 4), (64, 32, 8, 2, 8)],
+    },
+    "int8": {
+        "added": [(16, 64, 4, 4, 4), (8, 64, 4, 4, 4), (16, 64, 8, 4, 8), (16, 128, 4, 3, 4), (32, 64, 4, 4, 4),
+                  (16, 128, 8, 3, 8), (8, 128, 4, 4, 4)],
+        "gated": [(16, 64, 4, 4, 4), (8, 64, 4, 4, 4), (16, 128, 4, 3, 4), (32, 64, 4, 3, 4), (16, 64, 2, 4, 2)],
+        "heads": [(16, 64, 4, 4, 4), (8, 64, 4, 4, 4), (16, 128, 4, 3, 4), (32, 64, 4, 3, 4)],
+        "whole heads": [(64, 64, 4, 3, 4), (64, 64, 8, 3, 8), (64, 128, 4, 2, 4), (64, 64, 4, 4, 4)],
+    },
+}  # fmt: skip
+PACKED_TILES["fp8"] = PACKED_TILES["int8"]
+PLACES = {"qkv": "heads", "out": "added", "gate_up": "gated", "down": "added"}
+
+
+def packed_cases(rows: list[int], weights: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for packing, name, product, count in itertools.product(weights, SHAPES, PLACES, rows):
+        place = "whole heads" if product == "qkv" and name in NORMED else PLACES[product]
+        for columns, inputs, warps, stages, splits in PACKED_TILES[packing][place]:
+            tile = (min(count, 16), columns, inputs, warps, stages, splits)
+            case = {"kind": product, "model": name, "tile": tile, "rows": [count], "weights": packing}
+            yield f"{product} {name} {packing} R={count} {tile}", case
 
 
 def linear_cases(rows: list[int]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -158,12 +192,13 @@ def run_linear(case: dict[str, Any], *, compile_only: bool) -> Iterator[tuple[st
         "down": (intermediate, hidden),
         "head": (hidden, vocabulary),
     }[kind]
-    nbytes = n * k * 2
-    count = 1 if compile_only else copies_of(nbytes)
-    weights = [torch.randn((n, k), dtype=DTYPE, device=DEVICE) for _ in range(count)]
+    packing = case.get("weights", "none")
+    first = pack(torch.randn((n, k), dtype=DTYPE, device=DEVICE), None, packing)
+    nbytes = first.nbytes
+    weights = [first] + [cloned(first) for _ in range(0 if compile_only else copies_of(nbytes) - 1)]
     x = torch.randn((rows, k), dtype=DTYPE, device=DEVICE)
     if case["tile"] is None:
-        yield "library", seconds_of([partial(torch.nn.functional.linear, x, weight) for weight in weights]), nbytes
+        yield "library", seconds_of([partial(torch.nn.functional.linear, x, weight.data) for weight in weights]), nbytes
         return
     tile = LinearTile(*case["tile"])
     ours = TileLinear(LinearTiles(tile, tile, tile, tile))
@@ -183,13 +218,19 @@ def run_linear(case: dict[str, Any], *, compile_only: bool) -> Iterator[tuple[st
         angles = torch.randn((2048, 64), device=DEVICE)
         positions = torch.arange(rows, device=DEVICE)
         rotation = Rotation(cache[0], cache[1], positions * 16, positions, angles, angles)
-        shape = HeadShape(heads, kv_heads, 128, None, None)
+        head_norm = torch.ones(128, dtype=DTYPE, device=DEVICE) if case["model"] in NORMED else None
+        shape = HeadShape(heads, kv_heads, 128, head_norm, head_norm)
         work = partial(ours.heads, residual, norm, shape=shape, rotation=rotation)
-    launches = [partial(work, PackedWeight(weight, 0, k)) for weight in weights]
+    launches = [partial(work, weight) for weight in weights]
     if compile_only:
         launches[0]()
         return
     yield "own", seconds_of(launches), nbytes
+
+
+def cloned(weight: PackedWeight) -> PackedWeight:
+    parts = {name: getattr(weight, name) for name in ("data", "scales")}
+    return replace(weight, **{name: part if part is None else part.clone() for name, part in parts.items()})
 
 
 def run(case: dict[str, Any], *, compile_only: bool = False) -> Iterator[tuple[str, float, float]]:
@@ -213,16 +254,17 @@ def compile_all(count: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, required=True)
-    parser.add_argument("--only", choices=["attention", "linear"])
+    parser.add_argument("--only", choices=["attention", "linear", "packed"])
+    parser.add_argument("--weights", nargs="+", default=list(PACKED_TILES), choices=list(PACKED_TILES), help="packed")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--compile", help="I/N: only compile every N-th variant from the I-th on")
     parser.add_argument("--seconds", type=float, default=120.0, help="most, of all timing")
     chosen = parser.parse_args()
     cases = []
-    if chosen.only != "linear":
-        cases += attention_cases(chosen.rows)
-    if chosen.only != "attention":
-        cases += linear_cases(chosen.rows)
+    packed = partial(packed_cases, weights=chosen.weights)
+    for kind, made in (("attention", attention_cases), ("linear", linear_cases), ("packed", packed)):
+        if chosen.only in (None, kind):
+            cases += made(chosen.rows)
     if chosen.compile:
         first, step = map(int, chosen.compile.split("/"))
         for name, case in cases[first::step]:
@@ -233,7 +275,7 @@ def main() -> None:
         return
     compile_all(len(cases))
     begin = time.monotonic()
-    if chosen.only != "attention":
+    if chosen.only in (None, "linear"):
         for name, product, count in itertools.product(SHAPES, PRODUCTS, chosen.rows):
             cases.append(
                 (f"{product} {name} R={count} library", {"kind": product, "model": name, "tile": None, "rows": [count]})

@@ -101,9 +101,18 @@ def attention(
     )
 
 
-def layer(rows: int, kind: str = "none", *, hidden: int = 1024, wide: int = 3072, fixed: bool = False) -> None:
+def layer(
+    rows: int,
+    kind: str = "none",
+    *,
+    hidden: int = 1024,
+    wide: int = 3072,
+    fixed: bool = False,
+    head_size: int = 128,
+    normed: bool = True,
+) -> None:
     """The products of one layer of a decode step, and the head's."""
-    heads, kv_heads, head_size = 16, 8, 128
+    heads, kv_heads = 16, 8
     tiles = linear_tiles(
         rows,
         torch.bfloat16,
@@ -116,7 +125,8 @@ def layer(rows: int, kind: str = "none", *, hidden: int = 1024, wide: int = 3072
     positions = ints(rows, dtype=torch.int64)
     cache = meta(64, kv_heads, BLOCK_SIZE, head_size)
     tables = meta(LONGEST, head_size // 2, dtype=torch.float32)
-    shape = HeadShape(heads, kv_heads, head_size, meta(head_size), meta(head_size))
+    head_norm = meta(head_size) if normed else None
+    shape = HeadShape(heads, kv_heads, head_size, head_norm, head_norm)
     rotation = Rotation(cache, cache, positions, positions, tables, tables)
     residual = Residual(meta(rows, hidden), meta(rows, -(-hidden // tiles.added.columns), dtype=torch.float32), 1e-6)
     norm = meta(hidden)
@@ -204,7 +214,14 @@ ALL: tuple[Callable[[], None], ...] = (
     lambda: layer(4, fixed=True),
     lambda: layer(1, "int8"),
     lambda: layer(1, "int4"),
-    lambda: layer(64, "int4"),
+    lambda: layer(16, "int8"),
+    lambda: layer(16, "int4"),
+    lambda: layer(1, "int8", hidden=4096, wide=14336, normed=False),
+    lambda: layer(1, "int4", hidden=4096, wide=14336, normed=False),
+    lambda: layer(64, "int8", normed=False),
+    lambda: layer(64, "int4", normed=False),
+    lambda: layer(16, "int4", head_size=256),
+    lambda: layer(16, "int8", head_size=256),
     prefill_parts,
 )
 

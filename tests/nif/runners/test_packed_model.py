@@ -30,7 +30,7 @@ def bytes_held(model: Any) -> int:
     parts = [part for _, part in model.hf.named_parameters()]
     for module in model.hf.model.layers:
         for weight in getattr(module, "packed", ()):
-            parts += [one for one in (weight.data, weight.scales, weight.zeros, weight.bias) if one is not None]
+            parts += [one for one in (weight.data, weight.scales, weight.bias) if one is not None]
     return sum({part.data_ptr(): part.nbytes for part in parts}.values())
 
 
