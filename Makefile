@@ -51,6 +51,10 @@ programs: $(VENV)/.test
 others: $(VENV)/.test
 	$(PYTEST) -o cache_dir=.pytest_cache/others tests $(addprefix --ignore=,tests/actors tests/nif $(PROGRAMS))
 
+# These start hundreds of processes. Each compiles the modules that it imports if none may be stored: 5 s of a core for
+# torch and transformers, 1 s for a service. So a variable of the environment that forbids it is emptied.
+$(LANES) smoke kernels long-ci: export PYTHONDONTWRITEBYTECODE :=
+
 # Compiled here once, and not by all of them at the same time.
 .PHONY: kernels
 kernels: $(VENV)/.test

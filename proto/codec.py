@@ -242,7 +242,7 @@ def decode(data: bytes, limits: DecodeLimits | None) -> Any:
 
 
 def read_type(data: bytes) -> object:
-    """The first element of an array, of whatever follows it; None if there is none, or no array."""
+    """Return the first element of an array that may be incomplete; None for an empty array or another value."""
     unpacker = msgpack.Unpacker(read_size=HEAD_BYTES, max_ext_len=0, max_str_len=0, max_array_len=4, max_map_len=0)
     unpacker.feed(data[:HEAD_BYTES])
     try:
@@ -252,9 +252,9 @@ def read_type(data: bytes) -> object:
 
 
 def read_head(data: bytes) -> list[object] | None:
-    """The first two elements of an array, of whatever follows them: message type and msgid; None if there are not two.
+    """Return the first two elements of an array, the message type and the msgid; None if there are not two.
 
-    Works on messages that `decode` refuses, so that the refusal can be sent to the right place.
+    The rest of the message may be invalid: so the refusal of a message that `decode` refuses finds its caller.
     """
     unpacker = msgpack.Unpacker(read_size=HEAD_BYTES, max_ext_len=0, max_str_len=0, max_array_len=4, max_map_len=0)
     unpacker.feed(data[:HEAD_BYTES])

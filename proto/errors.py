@@ -82,6 +82,11 @@ class EngineError(GenbatchError):
     code = "engine_error"
 
 
+def to_genbatch_error(error: Exception, fault: str) -> GenbatchError:
+    """Return the error itself; make an EngineError that begins with `fault` of an error that no caller should see."""
+    return error if isinstance(error, GenbatchError) else EngineError(f"{fault}: {error}")
+
+
 class EngineLost(GenbatchError):
     """The engine died, and this request does not go on: it may be the cause, or its deadline has passed.
 

@@ -51,7 +51,7 @@ from genbatch.nif.kv.block_pool import prefix_key
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.sampling.sampler import Constraint, Sampled
 from genbatch.nif.text.tokenizer import ChatPrompt
-from genbatch.proto.errors import EngineError, EngineLost, GenbatchError, InvalidRequest
+from genbatch.proto.errors import EngineLost, GenbatchError, InvalidRequest, to_genbatch_error
 from genbatch.proto.messages import DrawnTokens
 
 if TYPE_CHECKING:  # imports llguidance, which is an extra
@@ -258,10 +258,10 @@ class PromptReader:
         if reading.size > self._inline_chars:
             self.submit(reading, on_done)
             return None
-        begun = outcome.capture(reading.begin)
-        if isinstance(begun, outcome.Error):
-            return begun
-        prompt = begun.value
+        try:
+            prompt = reading.begin()
+        except Exception as error:
+            return outcome.Error(error)
         if prompt is None:
             return outcome.capture(reading.finish, None)
         if not self._worker.wait(prompt.rendering.wait, INLINE_RENDER_S):
@@ -282,10 +282,11 @@ class PromptReader:
             return prompt, None
 
         def done(result: "outcome.Outcome[tuple[ChatPrompt | None, Any]]") -> None:
-            if isinstance(result, outcome.Error):
-                on_done(result)
+            try:
+                prompt, value = result.unwrap()
+            except Exception as error:
+                on_done(outcome.Error(error))
                 return
-            prompt, value = result.unwrap()
             if prompt is None:
                 on_done(outcome.Value(value))
             else:
@@ -323,8 +324,10 @@ def _ignoring_prompt(job: Callable[[], T], _: ChatPrompt | None) -> T:
 
 
 def _log_fault(result: "outcome.Outcome[None]") -> None:
-    if isinstance(result, outcome.Error):  # a request with the same fault gets it as its error
-        log.warning("the compiler of grammars is not ready: %r", result.error)
+    try:
+        result.unwrap()
+    except Exception as error:  # a request with the same fault gets it as its error
+        log.warning("the compiler of grammars is not ready: %r", error)
 
 
 class PromptSharing:
@@ -411,7 +414,6 @@ class Arrivals:
         self._kv = state.ctx.kv
         self._slots = state.slots
         self._requests = state.requests
-        self._draining = state.draining
         self._journal = state.journal
         self._watch = state.watch
         self._flight = state.flight
@@ -436,7 +438,7 @@ class Arrivals:
         """Admit a request, or reply with the error."""
         try:
             # guard: draining takes nothing new
-            self._draining.check()
+            self._requests.check_open()
             request = self._kinds[type(message)](message, from_)
         except GenbatchError as error:
             self._journal.refused(message, error)
@@ -534,13 +536,14 @@ class Arrivals:
 
     def compiled(self, message: Compiled) -> Request | None:
         """Continue with a request after its grammar was compiled or refused."""
-        request, constraints = message.request, message.constraints
+        request = message.request
         del self._with_grammars[request.number]
         if request not in self._requests:
             return None  # its caller left meanwhile
-        if isinstance(constraints, outcome.Error):
-            return self._finish(request, constraints)
-        request.constraints = constraints.unwrap()
+        try:
+            request.constraints = message.constraints.unwrap()
+        except Exception as error:
+            return self._finish(request, outcome.Error(error))
         return self._encode(request)
 
     def encoded(self, message: Encoded) -> Request | None:
@@ -596,7 +599,7 @@ class Arrivals:
         try:
             request.begin_waiting(prompt)
         except Exception as error:  # a tokenizer that fails on a prompt fails only that request
-            refusal = error if isinstance(error, GenbatchError) else EngineError(f"reading it failed: {error}")
+            refusal = to_genbatch_error(error, "reading it failed")
             self._journal.unreadable(request, refusal)
             self._requests.end(request, refusal)
             return None

@@ -41,7 +41,6 @@ from genbatch.proto.service_messages import (
     HealthRequest,
     LoadAdapterRequest,
     LoadModelRequest,
-    Models,
     ModelsRequest,
     StatsRequest,
     UnloadAdapterRequest,
@@ -123,10 +122,9 @@ class Batcher(BatcherParts):
 
     def _load_model(self, request: LoadModelRequest, from_: From[Any]) -> object:
         """Answer at once: an engine has its model loaded, and `keep_alive` is its service's concern."""
-        models: Models = self._models()
-        served = [card.id for card in models.models]
+        served = [card.id for card in self.models.models]
         if request.model is None or request.model in served:
-            return models
+            return self.models
         reason = f"the model {request.model[:128]!r} is not served here; there is {', '.join(served)}"
         reply_error(from_, ModelNotFound(reason, field="model"))
         return NOREPLY
@@ -159,7 +157,7 @@ class Batcher(BatcherParts):
 
     def _drain(self, request: DrainRequest, from_: From[Any]) -> NoReply:
         self._flight.draining(request.timeout_s)
-        self._draining.ask(from_, request.timeout_s)
+        self.requests.drain(from_, request.timeout_s)
         return NOREPLY
 
     # Messages
@@ -170,7 +168,7 @@ class Batcher(BatcherParts):
         finally:  # the record must contain the step that ends the engine
             self._flight.stepped(message)
         if has_ended:
-            self._is_telling = isinstance(message, Stepped) and message.has_first_tokens
+            self._is_telling = message.has_first_tokens
             if not self._is_telling:
                 self._stepped()
 
@@ -208,7 +206,7 @@ class Batcher(BatcherParts):
     def _adapter_ready(self, message: AdapterReady) -> None:
         caller = self.adapters.ready(message)
         if caller is not None:
-            reply(caller, self._models())
+            reply(caller, self.models)
 
     def _unload_over(self, message: UnloadOver) -> None:
         self.adapters.over(message)
@@ -221,7 +219,8 @@ class Batcher(BatcherParts):
 
     def _drain_over(self, message: DrainOver) -> None:
         self._flight.drain_over()
-        self._cancel_open()
+        self.requests.cancel_all()
+        self._end_abandoned()
 
     def _quiet(self, message: Quiet) -> None:
         if len(self.arrivals):  # requests are still with a tokenizer or a grammar compiler: they arrive now
@@ -306,7 +305,7 @@ class Batcher(BatcherParts):
             self._window = None
         self.requests.end_abandoned()
         self._settle_adapters()
-        if self.sessions:
+        if self.sessions.calls:
             self._work_between_steps(*self.sessions.next())
             return
         if self.disk.takes_turn():
@@ -418,17 +417,8 @@ class Batcher(BatcherParts):
             self._settle_adapters()
 
     def _settle_adapters(self) -> None:
-        if self.adapters.settle():
+        if self.adapters.unloading and self.adapters.settle():
             self._flight.close("an adapter was unloaded with prompts that were held, which is not in the record")
-
-    # Ending
-
-    def _cancel_open(self) -> None:
-        for request in self.requests:
-            if request.abandoned is None:
-                request.abandoned = "cancelled"
-                self._draining.num_cancelled += 1
-        self._end_abandoned()
 
 
 # The handler of each call, and the handler of each message.
@@ -437,7 +427,7 @@ _CALLS: dict[type, Callable[[Batcher, Any, From[Any]], object]] = {
     Embed: Batcher._take,
     StatsRequest: lambda batcher, _request, _from: batcher._stats(),
     HealthRequest: lambda batcher, _request, _from: batcher._health(),
-    ModelsRequest: lambda batcher, _request, _from: batcher._models(),
+    ModelsRequest: lambda batcher, _request, _from: batcher.models,
     LoadModelRequest: Batcher._load_model,
     LoadAdapterRequest: Batcher._load_adapter,
     UnloadAdapterRequest: Batcher._unload_adapter,

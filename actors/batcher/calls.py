@@ -6,7 +6,8 @@ or until `timeout_s`. Then, between two steps, the adapter's held prompts are dr
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,14 @@ from genbatch.nif.errors import AdapterError, BatchError, OutOfBlocks
 from genbatch.nif.kv.block_pool import prefix_key
 from genbatch.nif.runner import LoraAdapter
 from genbatch.nif.text.tokenizer import ChatPrompt
-from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest, ModelNotFound, QueueFull, Unavailable
+from genbatch.proto.errors import (
+    GenbatchError,
+    InvalidRequest,
+    ModelNotFound,
+    QueueFull,
+    Unavailable,
+    to_genbatch_error,
+)
 from genbatch.proto.messages import (
     DetokenizeRequest,
     KeepSessionRequest,
@@ -195,10 +203,7 @@ class SessionCalls:
         self._worker: Worker | None = None
         self._num_files = 0
         self._reading: list[From[Any]] = []
-        self._calls: deque[tuple[Callable[[], tuple[Work, End]], From[Any], Deliver]] = deque()
-
-    def __len__(self) -> int:
-        return len(self._calls)
+        self.calls: deque[tuple[Callable[[], tuple[Work, End]], From[Any], Deliver]] = deque()
 
     def save(self, message: SaveSession, from_: "From[Any]") -> None:
         """Take a call to save a session; the reply follows after its conversation was tokenized and `next` ran it."""
@@ -223,13 +228,13 @@ class SessionCalls:
             deliver: takes the outcome in place of the caller.
         """
         deliver = deliver or (lambda length: _reply(from_, length, SESSION_FAULT))
-        self._calls.append((partial(self._loading, message), from_, deliver))
+        self.calls.append((partial(self._loading, message), from_, deliver))
 
     def read(self, message: SessionRead) -> None:
         """Continue a call after its conversation was tokenized."""
         self._reading.remove(message.from_)
         saving = partial(self._saving, message.message, message.tokens)
-        self._calls.append((saving, message.from_, message.deliver))
+        self.calls.append((saving, message.from_, message.deliver))
 
     def keep(self, request: KeepSessionRequest, from_: "From[Any]") -> None:
         """Take a call to keep a session in the operator's folder."""
@@ -240,10 +245,11 @@ class SessionCalls:
             _reply(from_, size, FILE_FAULT, lambda num_bytes: SessionState(positions=positions, num_bytes=num_bytes))
 
         def saved(result: "outcome.Outcome[SavedState]") -> None:
-            if isinstance(result, outcome.Error):
-                written(result, 0)
+            try:
+                state = result.unwrap()
+            except Exception as error:
+                written(outcome.Error(error), 0)
                 return
-            state = result.unwrap()
             if not state.state:
                 written(outcome.Value(0), 0)
                 return
@@ -264,20 +270,20 @@ class SessionCalls:
         """Continue a call after its file was read."""
 
         def loaded(length: "outcome.Outcome[int]", size: int) -> None:
-            self._num_files -= 1
-            if isinstance(length, outcome.Error) and isinstance(length.error, InvalidRequest):
-                length = outcome.Error(InvalidRequest("name", length.error.message))
-            _reply(
-                message.from_,
-                length,
-                SESSION_FAULT,
-                lambda positions: SessionState(positions=positions, num_bytes=size),
-            )
+            def session() -> SessionState:
+                try:
+                    return SessionState(positions=length.unwrap(), num_bytes=size)
+                except InvalidRequest as error:
+                    raise InvalidRequest("name", error.message) from error
 
-        if isinstance(message.state, outcome.Error):
-            loaded(message.state, 0)
+            self._num_files -= 1
+            _reply(message.from_, outcome.capture(session), SESSION_FAULT)
+
+        try:
+            state, request = message.state.unwrap(), message.request
+        except Exception as error:
+            loaded(outcome.Error(error), 0)
             return
-        state, request = message.state.unwrap(), message.request
         load = LoadSession(state, request.tenant, request.model)
         self.load(load, message.from_, lambda length: loaded(length, len(state)))
 
@@ -305,7 +311,7 @@ class SessionCalls:
 
     def next(self) -> tuple[Work, End]:
         """Return the next call's work, and the function that takes the outcome of that work."""
-        call = self._calls.popleft()
+        call = self.calls.popleft()
         prepare, _, deliver = call
         try:
             work, end = prepare()
@@ -316,7 +322,7 @@ class SessionCalls:
         def finish(result: "outcome.Outcome[Any]") -> None:
             end(result)
             if isinstance(result, outcome.Error) and isinstance(result.error, Unavailable) and self._drop_oldest():
-                self._calls.appendleft(call)  # a pool full of sessions that nobody uses is no reason to refuse one
+                self.calls.appendleft(call)  # unused sessions must not refuse a new one: the oldest makes room
             else:
                 deliver(result)
 
@@ -324,10 +330,10 @@ class SessionCalls:
 
     def end_all(self, error: GenbatchError) -> None:
         """Reply to every call with an error."""
-        for from_ in [*self._reading, *[from_ for _, from_, _ in self._calls]]:
+        for from_ in [*self._reading, *[from_ for _, from_, _ in self.calls]]:
             reply_error(from_, error)
         self._reading.clear()
-        self._calls.clear()
+        self.calls.clear()
 
     def _saving(self, message: SaveSession, prompt: "outcome.Outcome[list[int]]") -> tuple[Work, End]:
         adapter, key = self._owner(message)
@@ -413,10 +419,8 @@ def _reply(
         return
     try:
         reply(from_, answer(result.unwrap()))
-    except GenbatchError as error:
-        reply_error(from_, error)
     except Exception as error:
-        reply_error(from_, EngineError(f"{fault}: {error}"))
+        reply_error(from_, to_genbatch_error(error, fault))
 
 
 @dataclass(frozen=True, slots=True)
@@ -462,7 +466,7 @@ class AdapterCalls:
     send_after: Callable[[float, UnloadOver], Timer]
     on_change: Callable[[], None]
     _loading: "dict[str, From[Any]]" = field(default_factory=dict)
-    _unloading: dict[str, _Unloading] = field(default_factory=dict)
+    unloading: dict[str, _Unloading] = field(default_factory=dict)
     _worker: Worker | None = None
 
     # Loading
@@ -472,9 +476,10 @@ class AdapterCalls:
         try:
             if request.name in self._loading:
                 raise InvalidRequest("name", f"an adapter {request.name!r} is being loaded")
-            self.state.ctx.adapters.check(request.name)
-        except (GenbatchError, AdapterError) as error:
-            reply_error(from_, _to_error(error))
+            with _naming_path():
+                self.state.ctx.adapters.check(request.name)
+        except GenbatchError as error:
+            reply_error(from_, error)
             return
         self._loading[request.name] = from_
         if self._worker is None:
@@ -490,9 +495,10 @@ class AdapterCalls:
         """Serve a loaded adapter; return the caller to reply to, or None after the caller got an error."""
         from_ = self._loading.pop(message.name)
         try:
-            self.state.ctx.add_adapter(message.adapter.unwrap())
+            with _naming_path():
+                self.state.ctx.add_adapter(message.adapter.unwrap())
         except Exception as error:  # a runner without memory for it raises, too
-            reply_error(from_, _to_error(error))
+            reply_error(from_, to_genbatch_error(error, "loading it failed"))
             return None
         self.on_change()
         return from_
@@ -513,7 +519,7 @@ class AdapterCalls:
         except GenbatchError as error:
             reply_error(from_, error)
             return
-        going = self._unloading.get(request.name)
+        going = self.unloading.get(request.name)
         timer = self.send_after(request.timeout_s, UnloadOver(request.name))
         if going is not None:  # the shortest timeout applies
             going.callers.append(from_)
@@ -521,13 +527,13 @@ class AdapterCalls:
                 timer, going.timer = going.timer, timer
             timer.cancel()
             return
-        self._unloading[request.name] = _Unloading(self.state.ctx.adapters[request.name], [from_], timer)
+        self.unloading[request.name] = _Unloading(self.state.ctx.adapters[request.name], [from_], timer)
         self.state.ctx.adapters.retire(request.name)
         self.on_change()
 
     def over(self, message: UnloadOver) -> None:
         """Cancel the open requests of an adapter after its timeout."""
-        going = self._unloading.get(message.name)
+        going = self.unloading.get(message.name)
         for request in self._with(going.adapter) if going is not None else ():
             if request.abandoned is None:
                 request.abandoned = "cancelled"
@@ -537,7 +543,7 @@ class AdapterCalls:
     def settle(self) -> bool:
         """Free unloaded adapters without open requests, between two steps; return whether a held prompt was dropped."""
         let_go = False
-        for name, going in list(self._unloading.items()):
+        for name, going in list(self.unloading.items()):
             if self._with(going.adapter):
                 continue
             for held in [held for held in self.state.held if held.adapter is going.adapter]:
@@ -545,18 +551,18 @@ class AdapterCalls:
                 let_go = True
             self.state.ctx.drop_adapter(going.adapter)
             going.timer.cancel()
-            del self._unloading[name]
+            del self.unloading[name]
             for from_ in going.callers:
                 reply(from_, Drained(num_cancelled=going.cancelled))
         return let_go
 
     async def close(self) -> None:
         """Reply to every caller with an error, since the actor stops."""
-        callers = [*self._loading.values(), *(from_ for going in self._unloading.values() for from_ in going.callers)]
+        callers = [*self._loading.values(), *(from_ for going in self.unloading.values() for from_ in going.callers)]
         for from_ in callers:
             reply_error(from_, Unavailable("the batcher has stopped"))
         self._loading.clear()
-        self._unloading.clear()
+        self.unloading.clear()
         if self._worker is not None:
             await self._worker.close()
 
@@ -564,7 +570,10 @@ class AdapterCalls:
         return [request for request in self.state.requests if request.adapter is adapter]
 
 
-def _to_error(error: Exception) -> GenbatchError:
-    if isinstance(error, AdapterError):
-        return InvalidRequest("path", str(error))
-    return error if isinstance(error, GenbatchError) else EngineError(f"loading it failed: {error}")
+@contextmanager
+def _naming_path() -> Iterator[None]:
+    """Turn an error of the adapter's files into one that names the request's field `path`."""
+    try:
+        yield
+    except AdapterError as error:
+        raise InvalidRequest("path", str(error)) from error

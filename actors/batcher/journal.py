@@ -29,7 +29,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as ListOf
 from dataclasses import asdict, dataclass, field, fields
 from itertools import count
-from typing import Any, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import outcome
 import trio
@@ -89,6 +89,7 @@ class Decoded:
     drawn: Drawn
     num_drafted: int
     guessing_s: float = 0.0
+    has_first_tokens: ClassVar[bool] = False
 
     def book(self, stepping: Stepping) -> bool:
         """Book the step; return whether no work is left."""
@@ -118,6 +119,7 @@ class RunEnded:
 
     run: Run
     result: outcome.Outcome[Decoded | None]
+    has_first_tokens: ClassVar[bool] = False
 
     def book(self, stepping: Stepping) -> bool:
         """Book the end; return whether no work is left."""
@@ -379,7 +381,7 @@ class Journal:
     def refused(self, message: Generate | Embed, error: GenbatchError) -> None:
         """Book a request that was not accepted."""
         self.stats.count_refused(error.code)
-        if self._telemetry.attached:
+        if self._telemetry.handlers:
             metadata = {
                 "request_id": self.request_id(message),
                 "client": message.client,
@@ -392,7 +394,7 @@ class Journal:
     def unreadable(self, request: Request, error: GenbatchError) -> None:
         """Book a request that was refused once its prompt was tokenized."""
         self.stats.count_refused(error.code)
-        if self._telemetry.attached:
+        if self._telemetry.handlers:
             self._telemetry.execute("request.refused", {}, {**self._names(request), "code": error.code})
 
     def accepted(self, request: Request) -> None:
@@ -404,7 +406,7 @@ class Journal:
         request.share.requests += 1
         request.share.running += 1
         request.share.prompt_tokens += request.num_prompt_tokens
-        if self._telemetry.attached:
+        if self._telemetry.handlers:
             measurements = {
                 "tokenize_s": trio.current_time() - request.accepted_at,
                 "prompt_tokens": request.num_prompt_tokens,
@@ -423,7 +425,7 @@ class Journal:
         request.begin(now)
         queue_s = now - request.accepted_at
         self.stats.histograms["request_queue_time_seconds"].observe(queue_s)
-        if self._telemetry.attached:
+        if self._telemetry.handlers:
             measurements = {"queue_s": queue_s, "cached_tokens": request.cached_tokens}
             self._telemetry.execute("request.started", measurements, {"request_id": request.request_id})
 
@@ -431,7 +433,7 @@ class Journal:
         """Book that a sequence lost its blocks, and whether its KV was kept in host memory."""
         self.stats.preemptions += 1
         self.stats.swaps += swapped
-        if self._telemetry.attached:
+        if self._telemetry.handlers:
             metadata = {"request_id": sequence.request.request_id, "swapped": swapped}
             self._telemetry.execute("request.preempted", {"generated_tokens": sequence.num_generated}, metadata)
 
@@ -441,7 +443,7 @@ class Journal:
         num_tokens = sum([len(planned.entry.tokens) for planned in batch]) + num_drafted
         self.stats.count_step(len(batch), num_tokens, seconds)
         self.stats.update_rates(self._now)
-        if self._telemetry.attached:
+        if self._telemetry.handlers:
             measurements = {"duration_s": seconds, "entries": len(batch), "tokens": num_tokens}
             self._telemetry.execute("step.end", measurements, {"model": self._model})
 
@@ -478,7 +480,7 @@ class Journal:
             self.stats.service.append((now - request.started_at) / request.rounds)
         if request.first_token_at is not None:
             histograms["request_decode_time_seconds"].observe(now - request.first_token_at)
-        if self._telemetry.attached:
+        if self._telemetry.handlers:
             measurements = {
                 "e2e_s": now - request.accepted_at,
                 "prompt_tokens": request.num_prompt_tokens,
@@ -495,7 +497,7 @@ class Journal:
         self.stats.histograms["time_to_first_token_seconds"].observe(ttft_s)
         assert request.started_at is not None
         self.stats.histograms["request_prefill_time_seconds"].observe(now - request.started_at)
-        if self._telemetry.attached:
+        if self._telemetry.handlers:
             self._telemetry.execute("request.first_token", {"ttft_s": ttft_s}, {"request_id": request.request_id})
 
     def _names(self, request: Request) -> dict[str, object]:

@@ -1,21 +1,17 @@
 """Messages to the Batcher with more than a protocol request: the account, the token callback and more.
 
-Other methods send their protocol request unchanged (`proto/methods.py`). Draining is the state that a DrainRequest
-begins: new requests are refused, and every caller gets its reply once the open requests have ended.
+Other methods send their protocol request unchanged (`proto/methods.py`).
 
 This file imports numpy only for logits that are kept, since a gateway process does without it.
 """
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from genbatch.actors.runtime.actor import From, reply
-from genbatch.proto.errors import Unavailable
 from genbatch.proto.messages import DrawnTokens, EmbedRequest, GenerateRequest, Message, ScoreRequest, Token
-from genbatch.proto.service_messages import Drained
 from genbatch.proto.validation import RequestLimits, check_types, validate_drawn, validate_request
 
 if TYPE_CHECKING:
@@ -211,45 +207,4 @@ RETRY_AFTER_DRAIN_MS = 1000
 
 @dataclass(frozen=True, slots=True)
 class DrainOver:
-    """The timeout of a `Drain` call has passed."""
-
-
-class Draining:
-    """The state of draining: it begins with the first `Drain` call, and every caller gets a reply at its end.
-
-    Args:
-        num_open: returns the number of requests that have not ended.
-        send_after: sends DrainOver to the drained actor after a number of seconds.
-    """
-
-    def __init__(self, num_open: Callable[[], int], send_after: Callable[[float, DrainOver], object]) -> None:
-        self.has_begun = False
-        self.num_cancelled = 0  # requests cancelled at the timeout
-        self._num_open = num_open
-        self._send_after = send_after
-        self._callers: list[From[Any]] = []
-
-    def check(self) -> None:
-        """Refuse new requests while draining.
-
-        Raises:
-            Unavailable: draining has begun.
-        """
-        if self.has_begun:
-            raise Unavailable(DRAINING, retry_after_ms=RETRY_AFTER_DRAIN_MS)
-
-    def ask(self, from_: "From[Any]", timeout_s: float) -> None:
-        """Begin to drain, and reply to the caller at the end."""
-        self.has_begun = True
-        self._callers.append(from_)
-        if self._num_open():
-            self._send_after(timeout_s, DrainOver())
-        else:
-            self.settle()
-
-    def settle(self) -> None:
-        """Reply to the callers if no request is open any more."""
-        if not self._num_open():
-            callers, self._callers = self._callers, []
-            for from_ in callers:
-                reply(from_, Drained(num_cancelled=self.num_cancelled))
+    """The timeout of a DrainRequest has passed."""

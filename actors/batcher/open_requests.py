@@ -17,6 +17,7 @@ BatchState holds all that a Batcher's parts share.
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Set
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
@@ -25,16 +26,17 @@ import outcome
 import trio
 
 from genbatch.actors.batcher.journal import Flight, Journal, StallWatch
-from genbatch.actors.batcher.messages import Draining
+from genbatch.actors.batcher.messages import DRAINING, RETRY_AFTER_DRAIN_MS, DrainOver
 from genbatch.actors.batcher.requests import Request, Sequence
 from genbatch.actors.batcher.slots import HeldPrompts, Slots, Swap
-from genbatch.actors.runtime.actor import Monitor, Timer
+from genbatch.actors.runtime.actor import From, Monitor, Timer, reply
 from genbatch.actors.runtime.worker import Worker
 from genbatch.actors.scheduling.request import FairShare, Phase
 from genbatch.nif.context import Context
 from genbatch.nif.errors import NativeError
-from genbatch.proto.errors import DeadlineExceeded, EngineError, GenbatchError
+from genbatch.proto.errors import DeadlineExceeded, EngineError, GenbatchError, Unavailable
 from genbatch.proto.messages import FinishReason
+from genbatch.proto.service_messages import Drained
 
 log = logging.getLogger("genbatch")
 
@@ -51,7 +53,7 @@ LATE_S = 3.0
 
 
 class OpenRequests:
-    """Every request from its acceptance to its one reply.
+    """Every request from its acceptance to its one reply, and the drain, which waits until every request has ended.
 
     Sequences are freed before the reply, so that a caller with the reply finds the slots free. Methods that free
     a sequence run only between two steps.
@@ -60,7 +62,7 @@ class OpenRequests:
         slots: the slots that the requests' sequences hold.
         fair: charges accounts for the requests.
         journal: books the ends.
-        on_end: called after a request was answered and removed.
+        send_after: sends DrainOver to the Batcher after a number of seconds.
         now: the clock of decisions.
     """
 
@@ -69,16 +71,19 @@ class OpenRequests:
         slots: Slots,
         fair: FairShare,
         journal: Journal,
-        on_end: Callable[[], None],
+        send_after: Callable[[float, DrainOver], object],
         now: Callable[[], float] = trio.current_time,
     ) -> None:
         self._slots = slots
         self._fair = fair
         self._journal = journal
-        self._on_end = on_end
+        self._send_after = send_after
         self._now = now
         self._requests: dict[Monitor, Request] = {}
         self._deferred: list[Callable[[], None]] | None = None  # ends of requests while the context is in use
+        self.is_draining = False
+        self._draining: list[From[Any]] = []  # callers that wait for the end of the drain
+        self._num_cancelled = 0  # requests cancelled at the timeout of the drain
 
     def __iter__(self) -> Iterator[Request]:
         return iter(list(self._requests.values()))
@@ -204,7 +209,7 @@ class OpenRequests:
             request.fail(error)
         else:
             request.reply()
-        self._on_end()
+        self._end_drain()
 
     def end_all(self, error: GenbatchError) -> None:
         """Answer every caller; the context is about to close, so no slot is freed."""
@@ -224,6 +229,37 @@ class OpenRequests:
                 sequence.cut(reason)
         self._journal.ended(request, reason)
         self.end(request, request.cut_error(reason))
+
+    def check_open(self) -> None:
+        """Refuse new requests while draining.
+
+        Raises:
+            Unavailable: a drain has begun.
+        """
+        if self.is_draining:
+            raise Unavailable(DRAINING, retry_after_ms=RETRY_AFTER_DRAIN_MS)
+
+    def drain(self, from_: "From[Any]", timeout_s: float) -> None:
+        """Refuse new requests, and reply to the caller once no request is open; DrainOver comes at the timeout."""
+        self.is_draining = True
+        self._draining.append(from_)
+        if self._requests:
+            self._send_after(timeout_s, DrainOver())
+        else:
+            self._end_drain()
+
+    def cancel_all(self) -> None:
+        """Mark every open request as cancelled, at the timeout of a drain."""
+        for request in self._requests.values():
+            if request.abandoned is None:
+                request.abandoned = "cancelled"
+                self._num_cancelled += 1
+
+    def _end_drain(self) -> None:
+        if not self._requests:
+            callers, self._draining = self._draining, []
+            for from_ in callers:
+                reply(from_, Drained(num_cancelled=self._num_cancelled))
 
     def _waited_in_vain(self, request: Request) -> DeadlineExceeded:
         waited_s, service_s = request.limits.wait_s or 0.0, self._journal.stats.median_service()
@@ -331,7 +367,8 @@ class DiskBlocks:
         if reading is None:  # it was late
             return
         reading.timer.cancel()
-        reading.contents = [] if isinstance(message.contents, outcome.Error) else message.contents.unwrap()
+        with suppress(Exception):  # blocks that cannot be read are computed
+            reading.contents = message.contents.unwrap()
         if not reading.contents or reading.request not in self._requests:
             self._finish(reading)
         else:
@@ -367,9 +404,11 @@ class DiskBlocks:
 
         def end(result: "outcome.Outcome[int]") -> None:
             reading.done += len(contents)
-            if isinstance(result, outcome.Error):
-                log.error("blocks from the disk cannot be copied: %r", result.error)
-            is_whole = isinstance(result, outcome.Value) and result.value == begin + len(contents)
+            is_whole = False
+            try:
+                is_whole = result.unwrap() == begin + len(contents)
+            except Exception as error:
+                log.error("blocks from the disk cannot be copied: %r", error)
             if is_whole and reading.done < len(reading.contents) and reading.request in self._requests:
                 self._read.append(reading)
             else:
@@ -397,7 +436,6 @@ class BatchState:
         ctx: the context, which evaluates.
         held, swap: the held prompts in the context, and the KV swapped out of it.
         slots, requests: the running sequences, and the requests without a reply.
-        draining: whether new requests are refused.
         journal, watch, flight: the observers.
     """
 
@@ -406,7 +444,6 @@ class BatchState:
     swap: Swap
     slots: Slots
     requests: OpenRequests
-    draining: Draining
     journal: Journal
     watch: StallWatch
     flight: Flight

@@ -17,7 +17,6 @@ from genbatch.actors.batcher.arrivals import Arrivals, Grammars, PromptReader, P
 from genbatch.actors.batcher.calls import AdapterCalls, SessionCalls, TextCalls
 from genbatch.actors.batcher.intake import Intake
 from genbatch.actors.batcher.journal import BatcherStats, Journal, OpenFlight, StallWatch, unrecorded
-from genbatch.actors.batcher.messages import Draining
 from genbatch.actors.batcher.open_requests import BatchState, DiskBlocks, OpenRequests
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.planner import KVView, Planner
@@ -88,11 +87,12 @@ class BatcherParts(GenServer):
         self._is_telling = False  # whether first tokens are on their way to their callers; then the next tick waits
         self._deadline: Timer | None = None  # the next deadline; running steps check deadlines themselves
         self._runs_ahead = self.options.async_batching and self.options.record is None
-        self._draining = Draining(lambda: len(self.requests), self.send_after)
 
     # Start and end
 
     async def init(self) -> None:
+        # A part's message to the Batcher goes ahead of callers' messages.
+        self._send: Callable[[object], None] = partial(self.ref.info, control=True)
         self._worker = self._open_worker("genbatch-model")
         self._tokenizing = self._open_worker("genbatch-tokenizer")
         self._reader = PromptReader(self._tokenizing, self._open_worker)
@@ -118,6 +118,7 @@ class BatcherParts(GenServer):
         self.ctx = await self._worker.run(self._open_context)
         self.ctx.kv.allow_keeping(self.options.kept_prefix_share)
         self.options = self.options.on_device(memory_of(self.ctx.model.device))
+        self.models = self._list_models()
         self.times = StepTimeModel()
         self.intake = self._open_intake()
         self._texts = TextCalls(self.intake, self._reader)
@@ -132,7 +133,7 @@ class BatcherParts(GenServer):
             files = SessionFiles(written_path(self.options.session_dir), int(self.options.session_space * 2**30))
         self.sessions = SessionCalls(self.ctx, self.held, self._texts, self._send, files, self._open_worker)
         self.disk = DiskBlocks(self.ctx, self.requests, self._open_worker, self._send, self.send_after)
-        self.adapters = AdapterCalls(state, self._open_worker, self._send, self.send_after, self._tell_models)
+        self.adapters = AdapterCalls(state, self._open_worker, self._send, self.send_after, self._adapters_changed)
         view = KVView(self.ctx.kv, self.held, self.options.scheduling.limits(self.ctx.kv.block_size))
         self.intake.longest = view.longest
         self.planner = Planner(self.options, self.ctx.kv, view, self.slots, self.held, self.times)
@@ -206,23 +207,18 @@ class BatcherParts(GenServer):
         in_turn = fair if self.options.fair_share else None
         self.held = HeldPrompts(range(n_parallel, self.ctx.num_sequences), self.ctx.kv.block_size, now)
         self.slots = Slots(self.ctx, self.held, self.swap, in_turn, n_parallel, self.journal)
-        self.requests = OpenRequests(self.slots, fair, self.journal, self._draining.settle, now)
+        self.requests = OpenRequests(self.slots, fair, self.journal, self.send_after, now)
         self._state = BatchState(
             ctx=self.ctx,
             held=self.held,
             swap=self.swap,
             slots=self.slots,
             requests=self.requests,
-            draining=self._draining,
             journal=self.journal,
             watch=self._watch,
             flight=self._flight,
         )
         return self._state
-
-    def _send(self, message: object) -> None:
-        """Send a part's message to the Batcher, ahead of callers' messages."""
-        self.ref.info(message, control=True)
 
     def _open_intake(self) -> Intake:
         return Intake(self.ctx.model, self.options, self.ctx.max_positions, self.ctx.adapters)
@@ -236,18 +232,19 @@ class BatcherParts(GenServer):
 
     # Reports
 
-    def _models(self) -> Models:
+    def _list_models(self) -> Models:
         return Models(models=model_cards(self.ctx, self.options.n_parallel))
 
-    def _tell_models(self) -> None:
+    def _adapters_changed(self) -> None:
+        self.models = self._list_models()
         if self._on_models is not None:
-            self._on_models(self._models())
+            self._on_models(self.models)
 
     def _health(self) -> Health:
         return self._watch.health(
             trio.current_time(),
             num_open=len(self.requests),
-            draining=self._draining.has_begun,
+            draining=self.requests.is_draining,
             steps=self.stats.steps,
             running=len(self.slots.sequences),
             waiting=len(self.slots.pending) + len(self.arrivals),

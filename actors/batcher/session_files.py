@@ -65,10 +65,10 @@ class SessionFiles:
             with FileLock(self._folder / "lock", timeout=_LOCK_S):
                 self._make_room(size, path)
                 self._write(path, state)
-        except (NotOurs, OSError) as fault:
-            reason = (fault.strerror or str(fault)) if isinstance(fault, OSError) else "others may write to its folder"
-            message = f"the session cannot be kept: {reason}"
-            raise Unavailable(message, retry_after_ms=_RETRY_AFTER_DISK_MS) from fault
+        except NotOurs as fault:
+            raise _not_kept("others may write to its folder") from fault
+        except OSError as fault:
+            raise _not_kept(fault.strerror or str(fault)) from fault
         return size
 
     def _write(self, path: Path, state: bytes) -> None:
@@ -139,3 +139,7 @@ class SessionFiles:
             oldest = min((path for path in files if path.parent == tenant), key=lambda path: files[path].st_mtime_ns)
             sizes[tenant] -= files.pop(oldest).st_size
             oldest.unlink(missing_ok=True)
+
+
+def _not_kept(reason: str) -> Unavailable:
+    return Unavailable(f"the session cannot be kept: {reason}", retry_after_ms=_RETRY_AFTER_DISK_MS)

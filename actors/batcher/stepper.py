@@ -390,15 +390,17 @@ class Stepper:
 
     def stepped(self, batch: list[Planned], result: "outcome.Outcome[list[Evaluated]]") -> bool:
         now = trio.current_time()
-        if isinstance(result, outcome.Error):
-            self._split(batch, result.error)
+        try:
+            outputs = result.unwrap()
+        except BaseException as error:
+            self._split(batch, error)
         else:
             self._watch.restart(now)
             self._faults.succeeded()
             self._journal.stepped(batch, now - self._began)
             self._times.took(work_of(batch), now - self._turn_began)
             self._turn_began = now
-            for planned, evaluated in zip(batch, result.unwrap(), strict=True):
+            for planned, evaluated in zip(batch, outputs, strict=True):
                 self._commit.book(planned, evaluated)
         while self._groups:
             self._groups[0] = [planned for planned in self._groups[0] if planned.owner.seq_id is not None]
@@ -469,10 +471,11 @@ class Stepper:
 
     def run_ended(self, run: Run, result: "outcome.Outcome[Decoded | None]") -> bool:
         self._run = None
-        if isinstance(result, outcome.Error):  # the error of its first step; no results were sent
+        try:
+            decoded = result.unwrap()
+        except BaseException as error:  # of its first step; no results were sent
             self._requests.settle()
-            return self.stepped(run.batch, result)
-        decoded = result.unwrap()
+            return self.stepped(run.batch, outcome.Error(error))
         if decoded is not None:
             self.decoded(decoded)
         self._requests.settle()

@@ -394,7 +394,7 @@ class RemoteBatcher:
                             self._end(entry, EngineError(f"on_token raised {error!r}"))
             case CallAnswered(msgid, value):
                 call = self._calls.get(msgid)
-                if call is not None:  # nobody waits for the answer to a drain
+                if call is not None:  # no caller waits for the answer to a drain
                     method = call.method if isinstance(call, PendingCall) else call.caller.method
                     self._answered(msgid, to_answer(value, CALLS[method][1]))
             case CallFailed(int(msgid), error):

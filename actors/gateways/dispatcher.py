@@ -240,7 +240,7 @@ class Dispatcher:
             params: the unchecked parameters from the wire, or the method's request from a caller in this program.
 
         Raises:
-            GenbatchError: every failure, whatever its cause.
+            GenbatchError: every failure has this type.
         """
         try:
             row = METHODS[method]

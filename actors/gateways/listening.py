@@ -14,7 +14,7 @@ import struct
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import trio
 
@@ -29,7 +29,6 @@ from genbatch.actors.gateways.addresses import (
 from genbatch.actors.security.key_files import AddressError
 
 Door = Literal["zeromq", "rpc", "http", "metrics"]
-DOORS: tuple[Door, ...] = get_args(Door)
 # Seconds. libzmq's thread polls the queue although it finds no connection there. Without a wait it would take a core.
 HOLD_S = 0.004
 _TIMEVAL = struct.Struct("@ll")

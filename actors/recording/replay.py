@@ -68,7 +68,7 @@ from genbatch.nif.runner import Content, Entry, LayerGroup, LoraAdapter, RaggedB
 from genbatch.nif.sampling.sampler import Sampled, SampleFault
 from genbatch.proto.errors import GenbatchError
 from genbatch.proto.messages import FinishReason, GenerateRequest, Token
-from genbatch.proto.service_messages import DrainRequest
+from genbatch.proto.service_messages import DrainRequest, Models
 
 
 class PlanCheck(Flight):
@@ -288,6 +288,9 @@ class ReplayedBatcher(Batcher):
     def find(self, number: int) -> Request | None:
         """Return the open request with this number; None for none."""
         return next((request for request in self.requests if request.number == number), None)
+
+    def _list_models(self) -> Models:
+        return Models(models=())  # a record does not describe its models
 
     def _open_intake(self) -> Intake:
         return ReplayedIntake(self._header, self.ctx, self.options)

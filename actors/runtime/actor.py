@@ -551,7 +551,7 @@ class GenServer:
         while self._stop_reason is None:
             envelope = await self._mailbox.get()
             started = trio.current_time()
-            await (self._observe(envelope) if self.telemetry.attached else self._handle(envelope))
+            await (self._observe(envelope) if self.telemetry.handlers else self._handle(envelope))
             handled += 1
             taken_s += trio.current_time() - started
             if handled == MESSAGES_PER_TURN or taken_s > TURN_S:

@@ -31,23 +31,22 @@ logger = logging.getLogger(__name__)
 
 
 class Telemetry:
-    """The attached handlers. They run on the event loop's thread, so they must be quick."""
+    """The attached handlers. They run on the event loop's thread, so they must be quick.
+
+    Attributes:
+        handlers: the attached handlers; without one an emitter need not measure.
+    """
 
     def __init__(self) -> None:
-        self._handlers: list[Handler] = []
-
-    @property
-    def attached(self) -> bool:
-        """Whether a handler is attached; an emitter need not measure without one."""
-        return bool(self._handlers)
+        self.handlers: list[Handler] = []
 
     def attach(self, handler: Handler) -> Callable[[], None]:
         """Call `handler(event, measurements, metadata)` on each event until the returned function is called."""
-        self._handlers.append(handler)
+        self.handlers.append(handler)
 
         def detach() -> None:
-            if handler in self._handlers:
-                self._handlers.remove(handler)
+            if handler in self.handlers:
+                self.handlers.remove(handler)
 
         return detach
 
@@ -56,10 +55,10 @@ class Telemetry:
 
         A handler that raises is logged and detached, so that observing an actor cannot stop the actor.
         """
-        for handler in tuple(self._handlers):
+        for handler in tuple(self.handlers):
             try:
                 handler(event, measurements, metadata)
             except Exception:
                 logger.exception("telemetry handler %r failed on %s and is detached", handler, event)
-                if handler in self._handlers:
-                    self._handlers.remove(handler)
+                if handler in self.handlers:
+                    self.handlers.remove(handler)

@@ -102,7 +102,7 @@ class ZeroMQSocket:
     def monitor(self, events: int) -> "zmq.Socket[bytes]":
         """A socket that receives a message for each of `events`, such as zmq.EVENT_DISCONNECTED.
 
-        Use `monitored`, unless the process ends with the monitor: libzmq waits where nobody reads it.
+        Use `monitored`, unless the process ends with the monitor: libzmq blocks if the monitor is not read.
         """
         monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(events)
         return monitor
@@ -248,7 +248,7 @@ class ZeroMQSocket:
         if events & event and not (self._is_router and event == zmq.POLLOUT):
             await trio.lowlevel.checkpoint()
             return
-        await lot.park()  # raises Cancelled only if nobody woke it, so no wake-up is lost
+        await lot.park()  # raises Cancelled only if it was not woken, so no wake-up is lost
 
     def _events(self) -> int:
         events = self._socket.getsockopt(zmq.EVENTS)

@@ -290,7 +290,7 @@ class LoadedModels:
         if following is not None:
             excess += following.num_bytes
         else:
-            loaded = sorted(loaded, key=lambda model: model.loaded_at)[:-1]  # the last one stays, whatever it takes
+            loaded = sorted(loaded, key=lambda model: model.loaded_at)[:-1]  # the last one stays, of any size
         for model in self.models.values():
             model.is_closing = False
         # Idle models go first, and of busy ones the one that has been loaded for longest.

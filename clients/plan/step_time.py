@@ -16,7 +16,7 @@ from typing import Any
 from genbatch.nif.step_costs import StepTime, StepWork
 from genbatch.nif.step_time import fit
 
-# Prompt tokens that a service takes into one step while nobody decodes, by default.
+# The default number of prompt tokens in one step while no sequence decodes.
 STEP_TOKENS = 512
 
 

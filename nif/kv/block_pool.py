@@ -91,10 +91,8 @@ class PrefixCache:
         groups: the layer groups.
 
     Attributes:
-        num_queries: prompts looked up.
-        num_hits: prompts with a hit of at least one block.
-        num_query_tokens: tokens of those prompts that could have been hits.
-        num_hit_tokens: tokens that were hits.
+        num_query_tokens: tokens of the prompts that were looked up, in whole blocks.
+        num_hit_tokens: those of them that were cached.
         num_recomputed: by cause, tokens of whole blocks that this cache had before and that are evaluated again.
             "evicted": a group that attends to all positions lost the block. "no_snapshot": the states of recurrent
             layers at the block's end were evicted. "window": the blocks of a window were. "volatile_line": the block's
@@ -104,8 +102,6 @@ class PrefixCache:
     def __init__(self, block_size: int, groups: Sequence[LayerGroup] = (LayerGroup((0,)),)) -> None:
         self.block_size = block_size
         self.reaches = tuple(Reach(group, block_size) for group in groups)
-        self.num_queries = 0
-        self.num_hits = 0
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
         self.num_recomputed = dict.fromkeys(CAUSES, 0)
@@ -147,8 +143,6 @@ class PrefixCache:
         end = self.known_run(tokens, key, names, first, limit)
         run = names[first:end]
         match = Match(run, [tuple(known.get(name, 0) for known in self._blocks) for name in run])
-        self.num_queries += 1
-        self.num_hits += bool(run)
         self.num_query_tokens += max(0, limit - first) * self.block_size
         self.num_hit_tokens += len(run) * self.block_size
         if end < limit:

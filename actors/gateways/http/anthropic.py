@@ -154,7 +154,7 @@ def _conversation(fields: CountFields, reader: Fields) -> tuple[dict[str, Any], 
     for index, tool in enumerate(fields.tools or ()):
         kind = tool.get("type", "custom")
         if isinstance(kind, str) and kind != "custom":
-            reader.ignore(f"tools[{index}].{kind}")  # it is only offered, and nobody here runs it
+            reader.ignore(f"tools[{index}].{kind}")  # the service offers such a tool and cannot run it
             continue
         names[f"tools[{len(offered)}]"] = f"tools[{index}]"
         offered.append(_tool(tool, f"tools[{index}]", reader))
@@ -251,7 +251,7 @@ class MessageAnswer:
     """An answer of /v1/messages, whole or as events.
 
     Args:
-        request: what it answers.
+        request: the answered request.
         model: the model's id.
     """
 
@@ -259,13 +259,13 @@ class MessageAnswer:
         self.id = "msg_" + secrets.token_hex(12)
         self._model = model
         self._has_begun = False
-        self._open: str | None = None  # the kind of the block that is open
+        self._open: str | None = None  # the kind of the open block
         self._index = -1
 
     # Whole
 
     async def body(self, results: Sequence[Result]) -> dict[str, Any]:
-        """The answer at once."""
+        """Return the whole answer, for a request without a stream."""
         result = results[0]
         content: list[dict[str, Any]] = []
         if result.reasoning:
@@ -275,7 +275,7 @@ class MessageAnswer:
         for call in result.tool_calls:
             try:
                 arguments = json.loads(call.arguments)
-            except ValueError:  # cut short, or no JSON: the caller sees what there is
+            except ValueError:  # cut short, or no JSON: the caller gets the text as it is
                 arguments = {"_invalid": call.arguments}
             content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": arguments})
         return self._head(content, result.usage) | _stop(result)
@@ -295,7 +295,7 @@ class MessageAnswer:
     # Streamed
 
     async def events(self, index: int, tokens: Sequence[Token]) -> bytes:
-        """The events of these tokens."""
+        """Return the events that show these tokens."""
         parts = [self._begin()]
         for token in tokens:
             if token.reasoning:
@@ -341,13 +341,13 @@ class MessageAnswer:
         return self._begin() + _event("ping")
 
     def ending(self, results: Sequence[Result]) -> bytes:
-        """The events after the last token."""
+        """Return the events that follow the last token."""
         result = results[0]
         ended = _event("message_delta", delta=_stop(result), usage=_usage(result.usage))
         return self._begin() + self._stop() + ended + _event("message_stop")
 
     def failure(self, error: GenbatchError) -> bytes:
-        """The last event of a stream that failed."""
+        """Return the event with the error that ends a failed stream."""
         return b"event: error\ndata: " + to_json(describe(error, MESSAGES_PATH)) + b"\n\n"
 
 
@@ -360,7 +360,7 @@ def _stop(result: Result) -> dict[str, Any]:
 
 
 def _usage(usage: Usage | None) -> dict[str, Any]:
-    if usage is None:  # before the prompt was evaluated
+    if usage is None:  # the request ended before its prompt was evaluated
         return {"input_tokens": 0, "output_tokens": 0}
     counts = {"input_tokens": usage.prompt_tokens - usage.cached_tokens, "output_tokens": usage.completion_tokens}
     return counts | {"cache_read_input_tokens": usage.cached_tokens, "cache_creation_input_tokens": 0}

@@ -88,10 +88,10 @@ class Endpoint:
 
     Args:
         path: as Starlette writes it.
-        endpoint: what answers.
-        summary: what it is for, in a line.
-        body: the type of a POST's body; None is a GET.
-        verb: HTTP's, where it is another.
+        endpoint: the function that answers.
+        summary: its purpose, in one line.
+        body: the type of a POST's body; None for a GET.
+        verb: the HTTP method, if it is neither GET nor POST.
     """
 
     path: str
@@ -102,17 +102,17 @@ class Endpoint:
 
     @property
     def method(self) -> str:
-        """The HTTP method."""
+        """The HTTP method of the endpoint."""
         return self.verb or ("GET" if self.body is None else "POST")
 
     @property
     def shown(self) -> str:
-        """The path as OpenAPI writes it."""
+        """The path in OpenAPI's notation."""
         return re.sub(r":\w+}", "}", self.path)
 
 
 def describe_api(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
-    """The OpenAPI document."""
+    """Return the OpenAPI document."""
     bodies = [endpoint.body for endpoint in endpoints if endpoint.body is not None]
     _, schemas = msgspec.json.schema_components(bodies, ref_template=_SCHEMAS)
     paths: dict[str, dict[str, Any]] = {}
@@ -141,7 +141,7 @@ def describe_api(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
 
 
 def docs_page(endpoints: Sequence[Endpoint]) -> str:
-    """The same for people; nothing of it is loaded from elsewhere."""
+    """Return the page of documentation; it loads nothing from other sites."""
     parts = []
     for endpoint in endpoints:
         parts.append(f'<section class="card"><h2>{endpoint.method} {html.escape(endpoint.shown)}</h2>')
@@ -159,7 +159,7 @@ def docs_page(endpoints: Sequence[Endpoint]) -> str:
 
 
 def _json_type(python_type: Any) -> str:
-    """A field's type in JSON's words, such as "array of string or null"."""
+    """Return a field's type in JSON's words, such as "array of string or null"."""
     (schema,), _ = msgspec.json.schema_components([python_type], ref_template="{name}")
     return _shown_type(schema)
 
@@ -197,7 +197,7 @@ def _first_line(body: type) -> str:
 
 
 def _shown_text(text: str) -> str:
-    """A docstring's text as HTML, with its `code` as an element."""
+    """Return a docstring's text as HTML, with its `code` as an element."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))
 
 
@@ -221,8 +221,8 @@ _PAGE = """<!doctype html>
 """
 
 
-# Nothing is loaded from elsewhere, nothing is inline, nobody frames it: text of a model that got out of its element
-# would still not run.
+# The page loads nothing from other sites, has no inline script, and no other page may frame it. So a script in a
+# model's text does not run, even if a fault of the page puts the text outside its element.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -251,7 +251,7 @@ FILES = {
 
 
 def page_routes() -> list[Route]:
-    """A route for each file; they are read once."""
+    """Return a route for each file; the files are read once."""
     return [Route(path, _endpoint(name), methods=["GET"]) for path, name in FILES.items()]
 
 
@@ -328,9 +328,9 @@ class ServiceRoutes:
     """The endpoints' functions.
 
     Args:
-        calls: who answers.
-        has_operators: whether those without a token are this machine's own users.
-        new_fields: how the fields of a body are read.
+        calls: calls the service.
+        has_operators: whether callers without a token are this machine's own users.
+        new_fields: makes a reader of a body's fields.
     """
 
     def __init__(self, calls: HTTPCalls, *, has_operators: bool = False, new_fields: NewFields = Fields) -> None:
@@ -439,7 +439,7 @@ class ServiceRoutes:
 
     def _check_operator(self) -> None:
         if not self._has_operators:
-            raise Forbidden("adapters are for the operator, at an address of this machine that lets nobody else in")
+            raise Forbidden("adapters are for the operator, at an address of this machine without tokens")
 
     async def health(self, request: Request) -> Response:
         """Answer 200 while the service takes requests and completes them, else 503 with the reason in `status`."""
@@ -447,11 +447,11 @@ class ServiceRoutes:
         return JSON(health, 200 if health.status == "ready" else 503)
 
     async def stats(self, request: Request) -> Response:
-        """The counters, as `genbatch stats` shows them."""
+        """Return the counters, as `genbatch stats` shows them."""
         return JSON(await self._calls.stats(request.state.caller))
 
     async def metrics(self, request: Request) -> Response:
-        """The same for Prometheus."""
+        """Return the counters in Prometheus's format."""
         content, content_type = render(await self._calls.stats(request.state.caller))
         return Response(content, headers={"content-type": content_type})
 
@@ -470,7 +470,7 @@ def make_metrics_app(calls: HTTPCalls) -> ASGIApp:
 _BODIES = (ChatFields, CompletionFields, ResponseFields, MessageFields, EmbeddingFields, RerankFields, ScoreFields)
 
 
-# Where llama.cpp's server has these, too.
+# llama.cpp's server has these endpoints at these paths, too.
 _OTHER_PATHS = {
     "/v1/chat/completions": ("/chat/completions",),
     "/v1/models": ("/models",),
@@ -490,16 +490,16 @@ def make_app(
     """The ASGI application.
 
     Args:
-        calls: who answers.
-        open_calls: where running calls are kept.
-        security: who is let in.
+        calls: calls the service.
+        open_calls: the running calls.
+        security: the access control.
         only_loopback: see Front.
         strict: whether a field that no API has published is refused.
         batches: evaluates stored batches through the endpoints; None where nothing is stored.
     """
     elsewhere = frozenset(name for body in _BODIES for name in body.__struct_fields__)
     new_fields = partial(Fields, strict=strict, elsewhere=elsewhere)
-    # With any of these, a caller without a token may be on another machine, so nobody counts as the operator.
+    # With any of these, a caller without a token may be on another machine, so no caller counts as the operator.
     others = security.http_insecure or security.allowed_hosts or security.allowed_origins
     service = ServiceRoutes(calls, has_operators=only_loopback and not others, new_fields=new_fields)
     llama = LlamaCppRoutes(calls, new_fields)
@@ -641,7 +641,7 @@ def _ollama_endpoints(calls: HTTPCalls, open_calls: OpenCalls, new_fields: NewFi
 def _routed(routes: list[Route]) -> Starlette:
     handlers = {GenbatchError: _refused, HTTPException: _not_routed, Exception: _failed}
     app = Starlette(routes=routes, exception_handlers=handlers)
-    # /health/ is no path of ours, and a redirect of a POST loses its body with some clients.
+    # No redirect from /health/ to /health: with some clients a redirected POST loses its body.
     app.router.redirect_slashes = False
     return app
 

@@ -102,7 +102,7 @@ class BatchStore:
     """Opens the directory for this process alone; `close` gives it back.
 
     Args:
-        directory: is made where it is missing; nobody else may read it.
+        directory: a missing one is made; no other user may read it.
         waits: whether another service may have it still: one whose place this service takes.
 
     Raises:

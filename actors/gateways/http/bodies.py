@@ -1,15 +1,15 @@
-"""HTTP bodies: JSON into requests of our own on the way in, answers and errors on the way out.
+"""HTTP bodies: convert JSON to requests, and answers and errors to JSON.
 
 An endpoint reads its body into a Struct of its own, which checks the types. `build_request` makes the GenerateRequest.
-An HTTPRequest is one body, of any API: the requests of our own, and how the answer is to be written.
+An HTTPRequest holds one body of any API: the GenerateRequests in it, and the shape of the answer.
 
 Fields knows which fields of a body are used, accepted, ignored and refused (ADR 34). A field of OpenAI's, Anthropic's
 or vLLM's API is of one of these kinds:
 
-    used      a field of the endpoint's Struct: its value is checked, and the answer follows it
-    accepted  a name, a label or a bill: every answer is the same with it and without it
+    used      a field of the endpoint's Struct: its value is checked and has an effect
+    accepted  a name, a label or a matter of billing: it does not change the answer
     a hint    a wish that this service cannot fulfil: the field is ignored, and the response names it
-    refused   the answer would be another one: InvalidRequest with the field's path
+    refused   it would change the answer: InvalidRequest with the field's path
 
 A field that no API has published is ignored and named as a hint is. In strict mode such a field is refused. `null` is
 the same as a missing field.
@@ -40,7 +40,7 @@ from genbatch.proto.errors import GenbatchError, InvalidRequest, MalformedMessag
 from genbatch.proto.messages import Effort, GenerateRequest
 from genbatch.proto.validation import check_type
 
-# Objects and arrays inside one another. A schema for an answer is the deepest thing there is a use for.
+# The most objects and arrays inside one another; the schema of an answer is the deepest useful value.
 MAX_NESTING = 64
 _CONTAINERS = {list, dict}
 
@@ -98,9 +98,9 @@ class JSON(Response):
     """A response with `content` as JSON.
 
     Args:
-        content: what msgspec can encode.
-        status: HTTP's.
-        headers: more of them.
+        content: a value that msgspec can encode.
+        status: the HTTP status.
+        headers: further headers.
     """
 
     media_type = "application/json"
@@ -127,7 +127,7 @@ STATUSES: dict[str, tuple[int, str]] = {
     "deadline_exceeded": (504, "server_error"),
 }
 FAILED = (500, "server_error")
-# Ollama's API: the error is a text.
+# In Ollama's API the error is a text.
 OLLAMA_PATH = "/api/"
 # Anthropic's API, and its `type` by HTTP's status.
 MESSAGES_PATH = "/v1/messages"
@@ -143,12 +143,12 @@ ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-# Codes for which OpenAI has a name of its own, that programs compare with.
+# OpenAI's own names of these codes; programs compare them.
 CODES = {"prompt_too_long": "context_length_exceeded", "unauthenticated": "invalid_api_key"}
 
 
 class Refusal(GenbatchError):
-    """A fault of HTTP's own, for which there is a status and no code on the other wires."""
+    """A fault of the HTTP request itself: it has a status, and no code on the other wires."""
 
     code = "http"
 
@@ -160,7 +160,7 @@ class Refusal(GenbatchError):
 
 
 def describe(error: GenbatchError, path: str = "") -> dict[str, object]:
-    """The body: {"error": {message, type, param, code}}; with Anthropic's types where `path` is of its API."""
+    """Return the body {"error": {message, type, param, code}}; if `path` is of Anthropic's API, with its types."""
     code = CODES.get(error.code, error.code)
     detail = {"message": _valid(str(error)), "param": _valid(error.field), "code": code}
     if path.startswith(OLLAMA_PATH):
@@ -176,7 +176,7 @@ def _status(error: GenbatchError) -> int:
 
 
 def _valid(text: str | None) -> str | None:
-    """Return a text that can be encoded, of one that quotes a client and may have half a surrogate pair."""
+    """Return the text in a form that can be encoded: a text that quotes a client may have half a surrogate pair."""
     return None if text is None else text.encode(errors="backslashreplace").decode()
 
 
@@ -208,32 +208,32 @@ def renamed(error: GenbatchError, names: dict[str, str]) -> GenbatchError:
     return error
 
 
-# Parameters that a body's Struct leaves as JSON, in whole or in part: their types are checked here.
+# Parameters that a body's Struct keeps as JSON, in whole or in part; build_request checks their types.
 _AS_JSON = ("messages", "tools", "tool_choice", "response_format", "grammar", "regex")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HTTPRequest:
-    """A request made of one HTTP body.
+    """The request of one HTTP body.
 
     Args:
-        model: as it was named; None for the first model.
+        model: the named model; None for the first model.
         requests: one for each prompt.
-        stream: whether the answer comes token by token.
-        names: the caller's names of parameters, by ours, where they differ.
-        is_chat: whether an answer of OpenAI's has a message, and not a text.
-        n: answers to each prompt.
-        include_usage: whether a stream tells its usage.
-        num_top: how many of the likeliest tokens to show with each one; None shows no log-probs.
-        ids_for_text: whether log-probs name tokens by their ids.
-        shows_ids: whether the token ids of prompts and answers come back.
-        scores_prompt: whether the log-probs of the prompts' tokens come back in an array of their own.
-        echo: whether the prompts come back in front of the answers.
-        suffix: the text behind the gap to be filled; "" is none.
-        body: what was asked, where the answer repeats it.
-        namespaces: of functions within a namespace, by our name: the namespace, and the function's name there.
-        custom: names of the functions that are custom tools to the caller.
-        thinking: the fields that ask for thinking; they have no effect where the model does not think.
+        stream: whether the answer is sent token by token.
+        names: the caller's names of parameters by our names, if they differ.
+        is_chat: whether an answer in OpenAI's shape has a message and not a text.
+        n: the number of answers to each prompt.
+        include_usage: whether a stream reports its usage.
+        num_top: the number of likeliest tokens to show with each token; None shows no log-probs.
+        ids_for_text: whether log-probs show the ids of tokens in place of their texts.
+        shows_ids: whether the answer has the token ids of prompts and outputs.
+        scores_prompt: whether the answer has the log-probs of the prompts' tokens in a separate array.
+        echo: whether each answer begins with its prompt.
+        suffix: the text after the gap to fill; "" for none.
+        body: the fields of the body that the answer repeats.
+        namespaces: the namespace and the name in it of each function within a namespace, by our name.
+        custom: names of the functions that the caller sent as custom tools.
+        thinking: the fields about thinking, which have no effect on a model that does not think.
     """
 
     model: str | None
@@ -256,7 +256,7 @@ class HTTPRequest:
 
 
 def build_request(params: dict[str, Any], names: dict[str, str]) -> GenerateRequest:
-    """The request with these parameters, of which a body's Struct has checked those that are no JSON.
+    """Return the request with these parameters; a body's Struct has checked their types, except those kept as JSON.
 
     Args:
         names: the caller's names of parameters, by ours.
@@ -276,12 +276,12 @@ def build_request(params: dict[str, Any], names: dict[str, str]) -> GenerateRequ
 
 
 def set_fields(body: msgspec.Struct, names: Iterable[str]) -> dict[str, Any]:
-    """The values of these fields of a body, without those that it does not set."""
+    """Return the values of these fields of a body, without the unset fields."""
     return {name: value for name in names if (value := getattr(body, name)) is not None}
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The sampling parameters that OpenAI's, vLLM's, Ollama's and llama.cpp's API call as GenerateRequest does."""
+    """The sampling parameters that have GenerateRequest's name in OpenAI's, vLLM's, Ollama's and llama.cpp's API."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -292,11 +292,11 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class LlamaSampling(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The sampling parameters of llama.cpp, which Ollama has taken over.
+    """The sampling parameters of llama.cpp; Ollama has the same.
 
     Args:
         repeat_penalty: llama.cpp's name of `repetition_penalty`.
-        seed: of the draws; a negative one draws a seed.
+        seed: the seed of the draws; a negative value draws a seed.
     """
 
     repeat_penalty: float | None = None
@@ -304,12 +304,12 @@ class LlamaSampling(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fi
     stop: str | list[str] | None = None
 
 
-# Our names of LlamaSampling's fields, where they differ.
+# Our names of LlamaSampling's fields, if they differ.
 _OUR_NAMES = {"repeat_penalty": "repetition_penalty"}
 
 
 def llama_params(fields: LlamaSampling, max_tokens: int | None) -> dict[str, Any]:
-    """The parameters of a request; with None for `max_tokens` as many tokens as there is room for."""
+    """Return the parameters of a request; None for `max_tokens` allows as many tokens as fit."""
     params = {
         _OUR_NAMES.get(name, name): value for name, value in set_fields(fields, LlamaSampling.__struct_fields__).items()
     }
@@ -321,7 +321,7 @@ def llama_params(fields: LlamaSampling, max_tokens: int | None) -> dict[str, Any
 
 
 def llama_names(prefix: str) -> dict[str, str]:
-    """The caller's names of the sampling parameters, by ours."""
+    """Return the caller's names of the sampling parameters, by our names."""
     return {_OUR_NAMES.get(name, name): prefix + name for name in LlamaSampling.__struct_fields__}
 
 
@@ -332,12 +332,12 @@ ACCEPTED = frozenset(
     (
         *("metadata", "user", "safety_identifier", "store", "client_metadata", "request_id", "rid"),
         *("betas", "anthropic_version", "container", "max_tool_calls", "stream_options.include_obfuscation"),
-        # An answer's turn comes back with them.
+        # Clients send these fields back with an answer's turn.
         *("messages.annotations", "messages.content.annotations", "messages.tool_calls.index", "messages.name"),
         *("input.id", "input.status", "input.phase", "input.summary", "input.encrypted_content"),
         *("input.content.annotations", "input.content.logprobs", "messages.content.signature"),
         *("messages.content.citations", "system.citations", "messages.content.caller"),
-        # How a tool's arguments are streamed, and how a schema is called.
+        # The streaming of a tool's arguments, and the name of a schema.
         *("tools.eager_input_streaming", "response_format.json_schema.name", "text.format.name"),
     )
 )
@@ -365,7 +365,7 @@ HINTS = frozenset(
         *("inference_geo", "mcp_servers", "tools.defer_loading", "tools.input_examples", "tools.allowed_callers"),
     )
 )
-# Without these the answer is another one; each with the reason.
+# These fields would change the answer; each with the reason for the refusal.
 REFUSED = {
     "functions": "is the old name of tools",
     "function_call": "is the old name of tool_choice",
@@ -380,9 +380,9 @@ REFUSED = {
     "messages.refusal": "is not text of the answer: send it as content",
     "messages.function_call": "is the old name of tool_calls",
 }
-# Values at which a field of the other tables asks for nothing.
+# Values at which a field of the other tables has no effect.
 _NOTHING: tuple[object, ...] = ([], {}, "", "none", "auto", False, ["text"])
-# Fields of other servers that ask for nothing at these values; at any other they are refused by name.
+# Fields of other servers that have no effect at these values; with other values they are refused by name.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "n_probs": (0,),
     "typical_p": (1, 1.0),
@@ -416,10 +416,10 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "return_routed_experts": (False,),
     "stream_reasoning": (True, False),
 }
-# How long Anthropic's `cache_control` and OpenAI's `prompt_cache_retention` ask to keep a prompt, in seconds.
+# Seconds for which Anthropic's `cache_control` and OpenAI's `prompt_cache_retention` ask to keep a prompt.
 CACHE_TTLS = {"5m": 300.0, "1h": 3600.0, "in_memory": 300.0, "in-memory": 300.0, "24h": 86400.0}
-# The response header that names what was ignored. Names come from the client, so their number, length and letters
-# are bounded.
+# The response header that names the ignored fields. The names come from the client, so their number, length and
+# letters are bounded.
 HEADER = "x-ignored-fields"
 MAX_NAMED, MAX_NAME_LENGTH = 32, 80
 _INDEX = re.compile(r"\[\d+\]")
@@ -441,7 +441,7 @@ class Fields:
 
     Args:
         strict: whether a field that no API has published is refused.
-        elsewhere: fields of other endpoints. Here they would be without effect, so they are refused.
+        elsewhere: fields of other endpoints; this endpoint refuses them, since they would have no effect.
     """
 
     def __init__(self, *, strict: bool = False, elsewhere: Container[str] = ()) -> None:
@@ -452,7 +452,7 @@ class Fields:
 
     @property
     def hints(self) -> dict[str, float]:
-        """The longest time for which the body asks to keep its prompt; nothing if it does not ask."""
+        """Return the longest time for which the body asks to keep its prompt; an empty dict if it does not ask."""
         return {"cache_ttl_s": self._cache_ttl_s} if self._cache_ttl_s else {}
 
     @property
@@ -462,11 +462,11 @@ class Fields:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The response's header about them; none where nothing was ignored."""
+        """Return the response header that names the ignored fields; an empty dict if there are none."""
         return {HEADER: ", ".join(self._ignored)} if self._ignored else {}
 
     def read(self, body: dict[str, Any], kind: type[Body]) -> Body:
-        """The body as a Struct.
+        """Return the body as a Struct.
 
         Raises:
             InvalidRequest: with the path of the first fault.
@@ -475,10 +475,10 @@ class Fields:
         return typed
 
     def take(self, body: dict[str, Any], names: Container[str], path: str) -> dict[str, Any]:
-        """The fields of `body` that have these names and a value; raises as `read`.
+        """Return the fields of `body` that have these names and a value; raises as `read`.
 
         Args:
-            path: of `body` itself, "" for the whole one.
+            path: the path of `body`; "" for the whole body.
         """
         taken = {}
         for name, value in body.items():
@@ -496,7 +496,7 @@ class Fields:
             self._ignored[_NO_NAME.sub("?", _INDEX.sub("[]", path))[:MAX_NAME_LENGTH]] = None
 
     def _known(self, body: dict[str, Any], kind: type[msgspec.Struct], path: str) -> dict[str, Any]:
-        """The fields of `kind` in `body`, and of Structs within it."""
+        """Return the fields of `kind` in `body`, and those of Structs within it."""
         known = self.take(body, kind.__struct_fields__, path)
         for name, inner in _structs_in(kind).items():
             if isinstance(known.get(name), dict):
@@ -545,8 +545,8 @@ class ThinkingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The `thinking` object of Anthropic's bodies.
 
     Args:
-        type: "disabled" for no thinking; "enabled" or "adaptive" for some.
-        budget_tokens: most tokens of it.
+        type: "disabled" for no thinking; "enabled" or "adaptive" for thinking.
+        budget_tokens: most tokens of thinking.
     """
 
     type: str
@@ -568,7 +568,7 @@ class ReasoningFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class ThinkingParams:
-    """Collects the parameters of thinking from one body; None in a field means that it was left out.
+    """Collects the parameters of thinking from one body; None in a field means that the body does not set it.
 
     Args:
         reader: remembers which fields are ignored.
@@ -626,7 +626,7 @@ class ThinkingParams:
             variables: the caller's own variables of the chat template, which have priority.
         """
         params = dict(self._params)
-        if self._is_off:  # an effort may then be meant for the answer
+        if self._is_off:  # the effort may concern the answer
             params = {"reasoning_effort": "none"}
             self.asked.clear()
         elif self._is_on and "reasoning_effort" not in params:

@@ -26,15 +26,15 @@ _LETTERS = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", '"': '"', "\\
 
 
 def as_function(tool: dict[str, Any], path: str, reader: Fields) -> dict[str, Any]:
-    """A custom tool as a function with the argument `input`.
+    """Return a custom tool as a function with the argument `input`.
 
     Args:
         tool: its name, description and format.
-        path: of the tool in the caller's body.
-        reader: gets the name of a format that the calls are not held to.
+        path: the path of the tool in the caller's body.
+        reader: gets the name of a format that is not enforced.
 
     Raises:
-        InvalidRequest: the format is none of OpenAI's.
+        InvalidRequest: OpenAI has no such format.
     """
     described, argument = tool.get("description"), {"type": "string", "description": "The tool's whole input."}
     function = {name: tool[name] for name in ("name",) if name in tool}
@@ -54,7 +54,7 @@ def as_function(tool: dict[str, Any], path: str, reader: Fields) -> dict[str, An
 
 
 def _format(format: object, path: str) -> tuple[str, str]:
-    """The syntax of a format and its definition; both are empty for free text."""
+    """Return the syntax of a format and its definition; both are empty for free text."""
     if format is None:
         return "", ""
     kind = format.get("type") if isinstance(format, dict) else None
@@ -74,20 +74,20 @@ def _format(format: object, path: str) -> tuple[str, str]:
 
 
 def arguments_of(text: str) -> str:
-    """The arguments of the function's call that has this input."""
+    """Return the arguments of the function's call with this input."""
     return json.dumps({"input": text}, ensure_ascii=False)
 
 
 def input_of(arguments: str) -> str:
-    """The input in the arguments of a whole call."""
+    """Return the input in the arguments of a whole call."""
     reader = InputReader()
     return reader.push(arguments) + reader.finish()
 
 
 class InputReader:
-    """The input of one call, read while the model writes the call's arguments.
+    """Reads the input of one call while the model writes the call's arguments.
 
-    Arguments that do not begin as `{"input": "` are the input themselves: nothing that the model writes is lost.
+    Arguments that do not begin with `{"input": "` are the input themselves, so no text of the model is lost.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class InputReader:
         self._has_ended = False
 
     def push(self, arguments: str) -> str:
-        """The part of the input that is certain after these further characters of the arguments."""
+        """Return the part of the input that is complete after these further characters of the arguments."""
         self._buffer += arguments
         if not self._is_open:
             head = _HEAD.match(self._buffer)
@@ -113,7 +113,7 @@ class InputReader:
         return _ESCAPES.sub(_unescaped, complete[0])
 
     def finish(self) -> str:
-        """The rest; half an escape at the end is dropped."""
+        """Return the rest of the input; half an escape at the end is dropped."""
         return "" if self._is_open else self._buffer
 
 

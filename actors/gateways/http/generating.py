@@ -2,9 +2,8 @@
 
 A client that goes away is noticed while its request waits and while it runs, streamed or not, and cancels it.
 
-FillIn makes one text of a prompt and its suffix, for models made for filling in. Such models were trained with marks
-around what is in front of a gap and behind it; each mark is one token of theirs, by which it is found out whether a
-model has them.
+FillIn joins a prompt and its suffix for fill-in-the-middle models. Such models were trained with marks around the text
+before a gap and after it. Each mark is one token of the model, which shows whether a model has these marks.
 """
 
 import logging
@@ -42,7 +41,7 @@ class GapFormat:
     parts: tuple[str, ...]
 
     def write(self, prefix: str, suffix: str) -> str:
-        """The prompt."""
+        """Return the prompt with the marks."""
         texts = {"prefix": prefix, "suffix": suffix, "gap": ""}
         return "".join(mark + texts[part] for mark, part in zip(self.marks, self.parts, strict=True))
 
@@ -63,7 +62,7 @@ class FillIn:
     """Knows the gap marks of each model that a request has asked for.
 
     Args:
-        count_tokens: how many tokens of a model a text is.
+        count_tokens: counts the tokens of a text.
     """
 
     def __init__(self, count_tokens: CountTokens) -> None:
@@ -90,15 +89,15 @@ class FillIn:
         return None
 
 
-# Tokens of one stream that may wait. A reader that is so far behind is not reading.
+# The most waiting tokens of one stream. A reader that is so far behind is not reading.
 MAX_WAITING = 4096
 
 
 class TokenQueue:
-    """The tokens of one stream, and its end.
+    """The queue of one stream's tokens, and its end.
 
     Args:
-        on_overflow: called when a token finds the queue full; the stream is of no use from then on.
+        on_overflow: called when the queue is full; the stream then has lost a token and cannot continue.
     """
 
     def __init__(self, on_overflow: Callable[[], None]) -> None:
@@ -110,7 +109,7 @@ class TokenQueue:
         self._changed = trio.Event()
 
     def put(self, choice: int, token: Token) -> None:
-        """The next token of a choice; does not block, and raises nothing."""
+        """Add the next token of a choice; do not block or raise."""
         if len(self._waiting) >= MAX_WAITING:
             self._on_overflow()
             return
@@ -161,7 +160,7 @@ _STREAM_HEADERS = [
 
 
 class HTTPAnswer(Protocol):
-    """An answer in the shapes of one API."""
+    """Writes an answer in the shapes of one API."""
 
     id: str
 
@@ -176,10 +175,10 @@ class Generating:
     """Serves POST requests that generate.
 
     Args:
-        read: what a body asks for.
-        calls: who generates.
-        open_calls: where running calls are kept.
-        new_fields: how the fields of a body are read.
+        read: makes a request of a body.
+        calls: calls the service.
+        open_calls: the running calls.
+        new_fields: makes a reader of a body's fields.
     """
 
     stream_type = b"text/event-stream; charset=utf-8"
@@ -192,7 +191,7 @@ class Generating:
         self._fill_in = FillIn(self._count_tokens)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request; errors before the first byte are raised."""
+        """Answer one request; an error before the first byte is raised."""
         state = scope["state"]
         caller: HTTPCaller = state["caller"]
         fields = self._new_fields()
@@ -205,7 +204,7 @@ class Generating:
         caller = replace(caller, request_id=answer.id)
         if fields.ignored:
             logger.debug("request %s: these fields are ignored: %s", answer.id, ", ".join(fields.ignored))
-        # OpenAI's name of the id, Anthropic's, and the fields without effect.
+        # The id under OpenAI's and Anthropic's names, and the ignored fields.
         send = _with_headers(send, {"x-request-id": answer.id, "request-id": answer.id, **fields.headers})
         if request.stream:
             await self._stream(request, caller, answer, receive, send)
@@ -232,7 +231,7 @@ class Generating:
     async def _results(
         self, request: HTTPRequest, caller: HTTPCaller, put: Callable[[int, Token], None] | None
     ) -> Sequence[Result]:
-        """The results of all prompts; `put` gets their tokens. The first failure ends all of them."""
+        """Return the results of all prompts; `put` gets their tokens. The first failure ends all of them."""
         # Both ask the model's tokenizer, so they may have to wait until the model is loaded.
         if request.suffix:
             await self._fill_gaps(request)
@@ -300,7 +299,7 @@ class Messages(Generating):
 
 
 class Responses(Generating):
-    """OpenAI's /v1/responses, with the conversations that may be gone on with."""
+    """Serves OpenAI's /v1/responses, and remembers conversations that a later request may continue."""
 
     def __init__(self, calls: HTTPCalls, open_calls: OpenCalls, new_fields: NewFields = Fields) -> None:
         self._conversations = Conversations()
@@ -314,7 +313,7 @@ class Responses(Generating):
 
 
 async def _write(queue: TokenQueue, answer: HTTPAnswer, content_type: bytes, send: Send) -> None:
-    """Sends the events until the end; an error before the first of them is raised, a later one is the last event."""
+    """Send the events until the end; an error before the first event is raised, and a later error is the last event."""
     next_heartbeat = trio.current_time() + HEARTBEAT_S
     taken = await queue.take(next_heartbeat)
     if not taken and queue.error is not None:
@@ -339,7 +338,7 @@ async def _write(queue: TokenQueue, answer: HTTPAnswer, content_type: bytes, sen
 
 
 def _with_headers(send: Send, headers: dict[str, str]) -> Send:
-    """Adds these headers to the answer."""
+    """Return a `send` that adds these headers to the response."""
     more = [(name.encode(), value.encode()) for name, value in headers.items()]
 
     async def send_more(message: Message) -> None:

@@ -4,8 +4,8 @@
     await nursery.start(gateway.run)
     print(gateway.address)
 
-The gateway listens, speaks TLS, bounds the number of connections and ends them all. An HTTPConnection is the life of
-one client's connection:
+The gateway listens, speaks TLS, bounds the number of connections and ends them all. An HTTPConnection serves one
+client's connection:
 
            ┌────────────────────── keep-alive ◄──────────────────────┐
            ▼                                                         │
@@ -14,9 +14,9 @@ one client's connection:
        HEADERS_S        │         _send: the response
                         └──► _refuse ──► _close
 
-One task serves the connection. The application runs in this task, and its return is the only thing that leads on: to
-the next request or to the close. Only an application that asks (`_receive`) learns that the client has gone. h11
-parses, and knows whether the connection may be kept.
+One task serves the connection, and the application runs in this task. The next request, or the close, follows when the
+application returns. An application learns only by `_receive` that the client has gone. h11 parses, and decides whether
+the connection may be kept.
 """
 
 import logging
@@ -57,13 +57,13 @@ logger = logging.getLogger(__name__)
 IDLE_S = HEADERS_S = 15.0
 # Bytes of a request's headers, and of a line of a chunked body.
 MAX_HEADER_BYTES = 16 * 1024
-# Seconds in which a client must make room for the next part of a response.
+# Seconds within which a client must read enough for the next part of a response.
 STALLED_S = 10.0
-# Most of a refused body that is still read, since a client reads the refusal only after it has sent the body.
+# The most bytes that are read of a refused body. A client reads the refusal only after it has sent the body.
 MAX_UNREAD_BYTES, MAX_UNREAD_S = 16 * 2**20, 5.0
-# Bytes of later requests that are read while one is answered.
+# The most bytes that are read of later requests while a request is answered.
 MAX_EARLY_BYTES = 64 * 1024
-# Seconds between two looks at whether a half-closed connection has been closed.
+# Seconds between two checks whether a half-closed connection was closed.
 LOOK_S = 0.2
 # Seconds until a half-closed connection is probed a second time; then twice as many, and so on.
 PROBE_S = 1.0
@@ -91,13 +91,13 @@ class Peers:
 
 
 class HTTPConnection:
-    """Serves one connection's requests, one after another.
+    """Serve one connection's requests, one after another.
 
     Args:
-        stream: the bytes; after the handshake, where TLS is used.
+        stream: the connection's stream; with TLS, after the handshake.
         socket: the socket below the stream.
         app: the ASGI application. It finds `seat` in the scope's state.
-        peers: both ends.
+        peers: the addresses of both ends.
         seat: the connection's place.
     """
 
@@ -111,10 +111,10 @@ class HTTPConnection:
         self._seat = seat
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEADER_BYTES)
         self._sending = trio.Lock()
-        self._waiting: trio.CancelScope | None = None  # while there is no request
+        self._waiting: trio.CancelScope | None = None  # before the first byte of a request
         self._is_last = False  # no further request is read
         self._is_retiring = False  # the next answer says that no further request is read
-        self._is_refused = False  # what the client sends is not understood
+        self._is_refused = False  # the client has sent invalid bytes
         self._has_ended = False  # the client sends no more
         self._is_broken = False  # nothing more can be sent
         self._start_request(b"")
@@ -122,11 +122,11 @@ class HTTPConnection:
     def _start_request(self, method: bytes) -> None:
         self._method = method
         self._is_body_read = False
-        self._head = b""  # of the response; it is sent with the first part of the body
-        self._has_events = False  # the response's body is a stream of whole events
+        self._head = b""  # the head of the response, which is sent with the first part of the body
+        self._has_events = False  # the response is a stream of events, each sent whole
 
     async def serve(self) -> None:
-        """Returns when the connection is closed."""
+        """Serve requests until the connection is closed."""
         try:
             while not self._is_last and await self._serve_request():
                 pass
@@ -134,7 +134,7 @@ class HTTPConnection:
             await self._close()
 
     def stop(self) -> None:
-        """Closes the connection after the request that is under way, or now if there is none."""
+        """Close the connection after the current request, or now if there is none."""
         self._is_last = True
         if self._waiting is not None:
             self._waiting.cancel()
@@ -167,10 +167,10 @@ class HTTPConnection:
         return await self._can_continue()
 
     async def _next_request(self) -> h11.Request | None:
-        """The next request's head; None if there is no further request.
+        """Return the next request's head; None if there is no further request.
 
         Raises:
-            Refusal: it is no request, or does not arrive.
+            Refusal: the bytes are no request, or the request does not arrive in time.
         """
         with trio.move_on_after(IDLE_S) as waiting:
             self._waiting = waiting
@@ -184,15 +184,15 @@ class HTTPConnection:
         return None
 
     def _scope(self, request: h11.Request) -> dict[str, Any]:
-        """The request as ASGI describes it.
+        """Return the request in ASGI's form.
 
         Raises:
-            Refusal: it is not served.
+            Refusal: this gateway does not serve the request.
         """
         headers = list(request.headers)
         _check_framing(request.http_version, {name for name, _ in headers})
         target = request.target
-        if target.lower().startswith((b"http://", b"https://")):  # as for a proxy: it says more than the Host header
+        if target.lower().startswith((b"http://", b"https://")):  # a proxy's form, which replaces the Host header
             host, target = _split_target(target)
             headers = [(name, value) for name, value in headers if name != b"host"] + [(b"host", host)]
         path, _, query = target.partition(b"?")
@@ -213,9 +213,9 @@ class HTTPConnection:
         }
 
     async def _can_continue(self) -> bool:
-        """Reads what is left of the request, and makes ready for the next; whether there may be one."""
+        """Read the rest of the request, and prepare for the next one; return whether there may be one."""
         if self._is_broken or self._http.our_state is not h11.DONE:
-            return False  # it was cut short, or the headers of one side say that this was the last
+            return False  # a message was cut short, or a header of one side ends the connection
         with suppress(Refusal), trio.move_on_after(MAX_UNREAD_S):
             await self._discard()
         if self._http.their_state is not h11.DONE:
@@ -225,7 +225,7 @@ class HTTPConnection:
         return True
 
     async def _discard(self) -> None:
-        """Reads the body to its end, or so much of it that there is no sense in waiting for its end."""
+        """Read the body to its end, or up to the limit for refused bodies."""
         size = 0
         while not self._is_body_read and size <= MAX_UNREAD_BYTES:
             size += len((await self._next_part())["body"])
@@ -233,7 +233,7 @@ class HTTPConnection:
     # Called by the application
 
     async def _receive(self) -> Message:
-        """The next part of the body; after the last one "http.disconnect", once the client has gone.
+        """Return the next part of the body; after the last one, return "http.disconnect" once the client has gone.
 
         Raises:
             Refusal: the body's form is wrong.
@@ -252,11 +252,11 @@ class HTTPConnection:
             # guard: bodies of tiny chunks
             await trio.lowlevel.checkpoint()
             return {"type": "http.request", "body": bytes(event.data), "more_body": True}
-        self._is_body_read = True  # what trailers say is not used
+        self._is_body_read = True  # trailers are not used
         return {"type": "http.request", "body": b"", "more_body": False}
 
     async def _send(self, message: Message) -> None:
-        """Sends a part of the response. What cannot be sent is dropped: `_receive` tells that the client has gone."""
+        """Send a part of the response; drop it if the client has gone, which the application learns by `_receive`."""
         if message["type"] == "http.response.start":
             headers = [*message.get("headers", ()), *self._more_headers()]
             self._has_events = any(value.startswith(b"text/event-stream") for _, value in headers)
@@ -279,14 +279,14 @@ class HTTPConnection:
 
     def _more_headers(self) -> list[tuple[bytes, bytes]]:
         headers = [(b"date", _date(int(time.time())))]
-        # Nobody knows whether a client that was not told to send its body will send it.
+        # A client that got no 100 Continue may send its body or not, so the next request cannot be found.
         is_unsure = self._is_refused or self._http.they_are_waiting_for_100_continue
         if self._is_last or self._is_retiring or is_unsure or self._http.their_state is h11.ERROR:
             headers.append((b"connection", b"close"))
         return headers
 
     async def _refuse(self, error: GenbatchError) -> None:
-        """Answers in the place of the application."""
+        """Answer in place of the application."""
         self._is_refused = True
         response = api_response(error)
         head = {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
@@ -296,18 +296,18 @@ class HTTPConnection:
     # The client's end
 
     async def _wait_until_gone(self) -> None:
-        """Returns once nobody is there to read the answer. A client that sends no more may still read."""
+        """Wait until the client has gone. A client that sends no more may still read."""
         while not self._has_ended and len(self._http.trailing_data[0]) < MAX_EARLY_BYTES:
             await self._read()
         probe_at, pause_s = trio.current_time() if self._has_ended else math.inf, PROBE_S
         while not self._is_broken and not has_hung_up(self._socket):
-            if trio.current_time() >= probe_at:  # again and again: the client may go after it has read the last one
+            if trio.current_time() >= probe_at:  # repeated: the client may go after it has read a probe
                 await self._transmit(self._probe)
                 probe_at, pause_s = trio.current_time() + pause_s, 2 * pause_s
             await trio.sleep(LOOK_S)
 
     def _probe(self) -> bytes | None:
-        """Send bytes without a meaning: the machine of a client that has closed its end answers with a reset.
+        """Send bytes without a meaning; the machine of a client that has gone answers with a reset.
 
         Before the response "102 Processing", which HTTP/1.1 lets a server send at any time; among events a comment.
         HTTP/1.0 has neither before the response: there it is a byte of TCP's urgent data, which no reader of the
@@ -323,7 +323,7 @@ class HTTPConnection:
         return None
 
     async def _close(self) -> None:
-        """Ends our side, and reads what the client still sends: closing at once could throw the last answer away."""
+        """End our side, and read what the client still sends: an immediate close could discard the last answer."""
         is_unread = self._is_refused or self._http.their_state in (h11.SEND_BODY, h11.ERROR)
         if is_unread and not self._is_broken and isinstance(self._stream, trio.abc.HalfCloseableStream):
             with suppress(trio.BrokenResourceError, trio.ClosedResourceError), trio.move_on_after(MAX_UNREAD_S):
@@ -331,14 +331,14 @@ class HTTPConnection:
                 size = 0
                 while size <= MAX_UNREAD_BYTES and (data := await self._stream.receive_some(READ_BYTES)):
                     size += len(data)
-        with trio.move_on_after(STALLED_S):  # TLS says goodbye
+        with trio.move_on_after(STALLED_S):  # TLS sends its close_notify
             await self._stream.aclose()
 
     # Bytes
 
     async def _next_event(self) -> Any:
         """Raises:
-        Refusal: what has come is not HTTP.
+        Refusal: the received bytes are not HTTP.
         """
         while True:
             try:
@@ -358,7 +358,7 @@ class HTTPConnection:
         self._http.receive_data(bytes(data))
 
     async def _transmit(self, encode: Callable[[], bytes | None]) -> None:
-        """Sends bytes of a response, encoded in their turn; a response of which a part was not sent is broken."""
+        """Send bytes of a response, in order; if a part cannot be sent, the response is broken."""
         async with self._sending:
             if self._is_broken:
                 return
@@ -373,13 +373,13 @@ class HTTPConnection:
             finally:
                 self._is_broken = not is_sent
             if self._is_broken:
-                await trio.aclose_forcefully(self._stream)  # a task that waits to receive is told, too
+                await trio.aclose_forcefully(self._stream)  # wake a task that waits to receive
 
 
 def _send_urgent_byte(borrowed: trio.socket.SocketType) -> None:
-    """Sends a byte beside the stream."""
+    """Send a byte of urgent data, beside the stream."""
     connection = socket.socket(fileno=os.dup(borrowed.fileno()))
-    with connection, suppress(OSError):  # it is gone, or has no room
+    with connection, suppress(OSError):  # the client has gone, or its buffer is full
         connection.send(b"\n", socket.MSG_OOB | socket.MSG_DONTWAIT)
 
 
@@ -400,7 +400,7 @@ def _split_target(target: bytes) -> tuple[bytes, bytes]:
     """Split an absolute address into HOST, PORT, and PATH?QUERY.
 
     Raises:
-        Refusal: it is none.
+        Refusal: the text is no absolute address.
     """
     try:
         parts = urlsplit(target)
@@ -416,19 +416,19 @@ def _date(second: int) -> bytes:
     return formatdate(second, usegmt=True).encode()
 
 
-# Seconds to shake hands for TLS.
+# Seconds for the TLS handshake.
 HANDSHAKE_S = 10.0
-# Seconds in which ended calls may still tell their clients so.
+# Seconds within which ended calls may still send their clients the error.
 GRACE_S = 1.0
 
 
 class HTTPGateway:
-    """Listens at one address; `run` is a child for a supervisor.
+    """Listens at one address; `run` is a child of a supervisor.
 
     Args:
-        dispatcher: what the methods do.
-        address: where.
-        security: who is let in, and the certificate; nothing of it is needed on a loopback interface.
+        dispatcher: runs the methods.
+        address: the address to listen at.
+        security: the access control and the certificate; a loopback address needs neither.
         strict: whether a field that no API has published is refused.
         store: keeps files and batches; None keeps none.
         sockets: the listening sockets; None opens a socket for this gateway alone.
@@ -474,7 +474,7 @@ class HTTPGateway:
         )
 
     async def run(self, *, task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED) -> None:
-        """Serves until cancelled, then ends every call with Unavailable; `started` with the address once it listens.
+        """Serve until cancelled, then end every call with Unavailable; `started` gets the address once it listens.
 
         Raises:
             AddressError: it cannot listen there.
@@ -504,7 +504,7 @@ class HTTPGateway:
         wanted = self._wanted
         try:
             await self._sockets.open(self._door, wanted.tcp)
-        except AddressError as error:  # a name that nobody knows is one too
+        except AddressError as error:  # an unknown host name is an OSError, too
             raise AddressError(self.address, error.reason) from error
         listening = self._sockets.copies(self._door)
         port = listening[0].getsockname()[1]
@@ -526,7 +526,7 @@ class HTTPGateway:
             connection.retire()
 
     async def _host_connections(self, stopping: trio.Event, task_status: trio.TaskStatus[trio.Nursery]) -> None:
-        """The nursery that connections live in. Shielded, because each has its last words when the gateway stops."""
+        """Host the connections in a shielded nursery, so that each can send its last bytes when the gateway stops."""
         with trio.CancelScope(shield=True):
             async with trio.open_nursery() as late:
                 async with trio.open_nursery() as connections:
@@ -538,7 +538,7 @@ class HTTPGateway:
     async def _serve(self, stream: trio.SocketStream) -> None:
         """Serve one connection to its end."""
         try:
-            # Pushed out while none of its requests is under way.
+            # Pushed out while it has no open request.
             with trio.CancelScope() as scope, self._limit.seat(scope.cancel) as seat:
                 if not seat.is_refused:
                     await self._serve_seated(stream, seat)
@@ -563,7 +563,7 @@ class HTTPGateway:
 
 
 class MetricsGateway(HTTPGateway):
-    """Serves counters and health alone, to every client that reaches the address."""
+    """Serves only counters and health, to every client that reaches the address."""
 
     _door = "metrics"
 
@@ -573,7 +573,7 @@ class MetricsGateway(HTTPGateway):
 
 async def _encrypted(stream: trio.SocketStream, tls: ssl.SSLContext) -> trio.SSLStream[trio.SocketStream]:
     """Raises:
-    trio.BrokenResourceError, trio.TooSlowError: no handshake came about.
+    trio.BrokenResourceError, trio.TooSlowError: the handshake failed.
     """
     encrypted = trio.SSLStream(stream, tls, server_side=True, https_compatible=True)
     with trio.fail_after(HANDSHAKE_S):
@@ -582,6 +582,6 @@ async def _encrypted(stream: trio.SocketStream, tls: ssl.SSLContext) -> trio.SSL
 
 
 async def _cancel_late(connections: trio.CancelScope) -> None:
-    """Ends what still runs after a while, such as the task of a client that does not read."""
+    """End tasks that still run after a while, such as the task of a client that does not read."""
     await trio.sleep(GRACE_S)
     connections.cancel()

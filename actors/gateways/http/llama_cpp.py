@@ -149,9 +149,9 @@ class LlamaCppAnswer:
     """The answers to one prompt or several, whole or as events.
 
     Args:
-        request: what it answers.
+        request: the answered request.
         model: the model's id.
-        texts: what tokens look like.
+        texts: the texts of tokens.
     """
 
     def __init__(self, request: HTTPRequest, model: str, texts: TokenTexts) -> None:
@@ -160,10 +160,10 @@ class LlamaCppAnswer:
         self._model = model
         self._texts = texts
         self._began = time.monotonic()
-        self._first: float | None = None  # when the first token came
+        self._first: float | None = None  # the time of the first token
 
     async def body(self, results: Sequence[Result]) -> Any:
-        """The answer at once: an object for one prompt, a list for several."""
+        """Return the whole answer: an object for one prompt, a list for several."""
         answers = []
         for index, result in enumerate(map(self._shown, results)):
             probabilities = await self._probabilities(result.logprobs or ())
@@ -172,7 +172,7 @@ class LlamaCppAnswer:
         return answers if self._request.body["has_several"] else answers[0]
 
     async def events(self, index: int, tokens: Sequence[Token]) -> bytes:
-        """An event for each of these tokens that has text or log-probs."""
+        """Return an event for each of these tokens that has text or log-probs."""
         if self._first is None:
             self._first = time.monotonic()
         if not self._request.body["shows_text"]:
@@ -190,12 +190,12 @@ class LlamaCppAnswer:
         return HEARTBEAT
 
     def ending(self, results: Sequence[Result]) -> bytes:
-        """The events after the last token."""
+        """Return the events that follow the last token."""
         ends = [self._chosen(self._end(index, result)) for index, result in enumerate(map(self._shown, results))]
         return b"".join(_event(end) for end in ends)
 
     def failure(self, error: GenbatchError) -> bytes:
-        """The last event of a stream that failed."""
+        """Return the event with the error that ends a failed stream."""
         return _event(describe(error))
 
     def _shown(self, result: Result) -> Result:
@@ -213,7 +213,7 @@ class LlamaCppAnswer:
         return msgspec.structs.replace(result, usage=usage, **nothing)
 
     async def _probabilities(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """The log-probs of tokens, where they are asked for."""
+        """Return the log-probs of tokens, if the request asks for them."""
         if self._request.num_top is None or not entries:
             return {}
         for entry in entries:
@@ -230,7 +230,7 @@ class LlamaCppAnswer:
         return {"id": token_id, "token": text, "bytes": list(text.encode()), "logprob": max(logprob, LOWEST)}
 
     def _end(self, index: int, result: Result) -> dict[str, Any]:
-        """The counts of an answer, and what ended it."""
+        """Return the counts of an answer, and the reason for its end."""
         word = result.stop_string
         usage = result.usage
         return {
@@ -263,7 +263,7 @@ class LlamaCppAnswer:
         return counts | times | rates
 
     def _chosen(self, record: dict[str, Any]) -> dict[str, Any]:
-        """The fields that `response_fields` names, as "content" and "timings/prompt_n"; all where it names none."""
+        """Return the fields that `response_fields` names, such as "timings/prompt_n"; all if it names none."""
         names = self._request.body["response_fields"]
         return {name: value for name in names if (value := _at(record, name)) is not None} if names else record
 
@@ -286,10 +286,10 @@ class LlamaCppGenerating(Generating):
 
 
 class LlamaCppRoutes:
-    """The endpoints that tell about the model.
+    """The endpoints that describe the model.
 
     Args:
-        calls: who answers.
+        calls: calls the service.
         new_fields: how the fields of a body are read.
     """
 
@@ -298,7 +298,7 @@ class LlamaCppRoutes:
         self._new_fields = new_fields
 
     async def apply_template(self, request: Request) -> Response:
-        """The prompt of a chat, of the same body as /v1/chat/completions."""
+        """Return the prompt of a chat; the body is that of /v1/chat/completions."""
         reader = self._new_fields()
         asked = read_chat(decode_json(request.state.body), reader)
         card = await self._calls.model(asked.model)

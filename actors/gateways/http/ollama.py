@@ -324,7 +324,7 @@ class OllamaAnswer:
     Args:
         model: the model's id.
         is_chat: whether lines have a message, as of /api/chat, or a text.
-        texts: what tokens look like, where log-probs are shown.
+        texts: the texts of tokens, for log-probs.
     """
 
     def __init__(self, model: str, *, is_chat: bool, texts: TokenTexts | None = None) -> None:
@@ -333,16 +333,16 @@ class OllamaAnswer:
         self._texts = texts
         self._is_chat = is_chat
         self._began = time.monotonic_ns()
-        self._first: int | None = None  # when the first token came
+        self._first: int | None = None  # the time of the first token
 
     async def body(self, results: Sequence[Result]) -> dict[str, Any]:
-        """The answer at once."""
+        """Return the whole answer, for a request without a stream."""
         [result] = results
         shown = await self._logprobs(result.logprobs or ())
         return self._piece(result.text, result.reasoning, _shown_calls(result)) | shown | self._end(result)
 
     async def events(self, index: int, tokens: Sequence[Token]) -> bytes:
-        """A line for each of these tokens that has something to show."""
+        """Return a line for each of these tokens that has text, thinking or log-probs."""
         if self._first is None:
             self._first = time.monotonic_ns()
         lines = []
@@ -361,18 +361,18 @@ class OllamaAnswer:
         return {"logprobs": chat_logprobs(entries, self._texts)["content"]}
 
     def heartbeat(self) -> bytes:
-        """A line without text: JSON lines have no comments."""
+        """Return a line without text, since JSON lines have no comments."""
         return _line(self._piece("") | {"done": False})
 
     def ending(self, results: Sequence[Result]) -> bytes:
-        """The calls, which are shown whole, and the last line."""
+        """Return the calls, which are shown whole, and the last line."""
         [result] = results
         calls = _shown_calls(result)
         asked = _line(self._piece("", "", calls) | {"done": False}) if calls else b""
         return asked + _line(self._piece("") | self._end(result))
 
     def failure(self, error: GenbatchError) -> bytes:
-        """The last line of a stream that failed."""
+        """Return the line with the error that ends a failed stream."""
         return _line(describe(error, OLLAMA_PATH))
 
     def _piece(self, text: str, thinking: str = "", calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
@@ -386,7 +386,7 @@ class OllamaAnswer:
         return head | {"message": message}
 
     def _end(self, result: Result) -> dict[str, Any]:
-        """The counts. How long the prompt took is known of a stream only, where the first token is seen."""
+        """Return the counts. Only a stream shows the first token, so only its answer has the time of the prompt."""
         now = time.monotonic_ns()
         end = {
             "done": True,
@@ -424,10 +424,10 @@ def _now(plus_s: float = 0.0) -> str:
 
 
 class OllamaGenerating(Generating):
-    """/api/chat and /api/generate. A body that asks for nothing is answered as Ollama does when it has loaded a model.
+    """Serves /api/chat and /api/generate. A body without messages or prompt gets Ollama's answer to a load.
 
     Args:
-        is_chat: which of the two.
+        is_chat: whether the endpoint is /api/chat.
     """
 
     stream_type = b"application/x-ndjson"
@@ -468,12 +468,12 @@ async def keeping(calls: HTTPCalls, model: object, keep_alive: float | None, cal
     """Set how long the model stays loaded after the request that the body answers."""
     yield
     if keep_alive is not None and isinstance(model, str):
-        # The request itself was answered, so nobody waits for another load.
+        # The request has its answer already, so a failed change of `keep_alive` is not reported.
         with suppress(GenbatchError), trio.move_on_after(KEEP_S):
             await calls.load_model(plain_name(model), keep_alive, caller)
 
 
-# A tool that any template could be asked to show.
+# A tool that every template with a place for tools shows.
 _PROBE: dict[str, Any] = {
     "messages": [{"role": "user", "content": "hello"}],
     "tools": [{"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}}],
@@ -499,7 +499,7 @@ class OllamaModels:
         return JSON({"version": OLLAMA_VERSION})
 
     async def tags(self, request: Request) -> Response:
-        """The models."""
+        """Return the served models."""
         return JSON({"models": [self._row(card) for card in await self._calls.models()]})
 
     async def ps(self, request: Request) -> Response:
@@ -540,7 +540,7 @@ class OllamaModels:
         )
 
     async def embed(self, request: Request) -> Response:
-        """The vectors of texts."""
+        """Return a vector for each text."""
         fields = self._new_fields().read(decode_json(request.state.body), OllamaEmbedFields)
         params: dict[str, Any] = {"input": fields.input}
         if fields.dimensions is not None:
@@ -551,7 +551,7 @@ class OllamaModels:
         return JSON({"model": model, "embeddings": vectors, **counts})
 
     async def embeddings(self, request: Request) -> Response:
-        """The vector of one text, in the older shape."""
+        """Return the vector of one text, in the older shape."""
         fields = self._new_fields().read(decode_json(request.state.body), OllamaEmbeddingFields)
         try:
             async with keeping(self._calls, fields.model, seconds_of(fields.keep_alive), request.state.caller):
@@ -561,7 +561,7 @@ class OllamaModels:
         return JSON({"embedding": vectors[0]})
 
     async def _vectors(self, model: str, params: dict[str, Any], caller: HTTPCaller) -> tuple[str, Any, int, int]:
-        """The model's id, a vector for each text, how many tokens they have, and nanoseconds."""
+        """Return the model's id, a vector for each text, the number of tokens, and the duration in nanoseconds."""
         began = time.monotonic_ns()
         card = await self._calls.model(plain_name(model))
         embedded = await self._calls.embed({**params, "model": card.id}, caller)
@@ -569,7 +569,7 @@ class OllamaModels:
 
     async def _capabilities(self, card: ModelCard, caller: HTTPCaller) -> list[str]:
         capabilities = ["completion"] if card.generates else []
-        # A model is not loaded only to be described.
+        # Do not load a model only to describe it.
         if card.generates and card.state == "loaded" and await self._shows_tools(card.id, caller):
             capabilities.append("tools")
         if card.embedding_size is not None:
@@ -577,7 +577,7 @@ class OllamaModels:
         return capabilities
 
     async def _shows_tools(self, model: str, caller: HTTPCaller) -> bool:
-        """Whether the model's chat template has a place for tools; a template is asked once."""
+        """Return whether the model's chat template has a place for tools; the answer is kept."""
         if model not in self._takes_tools:
             try:
                 await self._calls.token_ids({**_PROBE, "model": model}, caller)

@@ -17,7 +17,7 @@ _INCOMPLETE = "\ufffd"
 
 
 def chat_logprobs(logprobs: Iterable[TokenLogprob], texts: TokenTexts) -> dict[str, Any]:
-    """A list with each token, its log-prob and the likeliest ones in its place."""
+    """Return a list with each token, its log-prob and the likeliest tokens in its place."""
     content = []
     for entry in logprobs:
         top = [_named(texts[token_id], logprob) for token_id, logprob in entry.top.items()]
@@ -26,7 +26,7 @@ def chat_logprobs(logprobs: Iterable[TokenLogprob], texts: TokenTexts) -> dict[s
 
 
 def token_logprob(token: Token) -> TokenLogprob:
-    """The log-prob of a streamed token that has one."""
+    """Return the log-prob of a streamed token that has one."""
     assert token.logprob is not None
     return TokenLogprob(token_id=token.token_id, logprob=token.logprob, top=token.top)
 
@@ -41,7 +41,7 @@ class LogprobTable:
     """Log-probs as completions show them: four lists with an entry for each token.
 
     Args:
-        texts: where the tokens' texts are.
+        texts: the texts of tokens.
         offset: characters in front of the first token.
     """
 
@@ -54,7 +54,7 @@ class LogprobTable:
         self._offsets: list[int] = []
 
     def add_first(self, token_id: int) -> None:
-        """A prompt's first token, which nothing foretold."""
+        """Add a prompt's first token, which has no log-prob."""
         self._place(self._texts[token_id])
         self._logprobs.append(None)
         self._tops.append(None)
@@ -68,12 +68,12 @@ class LogprobTable:
             self._logprobs.append(logprob)
             top: dict[str, float] = {}
             for token_id, other in entry.top.items():
-                top.setdefault(self._texts[token_id], max(other, LOWEST))  # of two that look the same, the likelier
+                top.setdefault(self._texts[token_id], max(other, LOWEST))  # for tokens of the same text, the likelier
             top.setdefault(text, logprob)
             self._tops.append(top)
 
     def to_dict(self) -> dict[str, Any]:
-        """The lists under OpenAI's names."""
+        """Return the lists under OpenAI's names."""
         return {
             "tokens": self._tokens,
             "token_logprobs": self._logprobs,
@@ -88,7 +88,7 @@ class LogprobTable:
 
 
 DONE = b"data: [DONE]\n\n"
-HEARTBEAT = b": heartbeat\n\n"  # a comment of server-sent events, which clients pass over
+HEARTBEAT = b": heartbeat\n\n"  # a comment of server-sent events, which clients skip
 _OBJECTS = {True: ("chatcmpl-", "chat.completion"), False: ("cmpl-", "text_completion")}
 
 
@@ -96,7 +96,7 @@ class OpenAIAnswer:
     """An answer; all its events share a head and a tail, which are encoded once.
 
     Args:
-        request: what it answers.
+        request: the answered request.
         model: the model's id.
         texts: what tokens look like.
     """
@@ -121,12 +121,12 @@ class OpenAIAnswer:
     # Whole
 
     async def body(self, results: Sequence[Result]) -> dict[str, Any]:
-        """The answer at once; `results` are those of `request.requests`."""
+        """Return the whole answer; `results` are those of `request.requests`."""
         choices: list[dict[str, Any]] = []
         for result, request in zip(results, self._request.requests, strict=True):
             for choice in result.choices:
                 choices.append(await self._choice(len(choices), choice, result, request))
-        # Of a chat there is one prompt; of completions each choice tells its own.
+        # A chat has one prompt. With completions each choice has its own prompt.
         about_prompt = await self._about_prompt(results[0]) if self._is_chat else {}
         return {
             "id": self.id,
@@ -156,7 +156,7 @@ class OpenAIAnswer:
         return {"index": index, **shown, "logprobs": logprobs, "finish_reason": choice.finish_reason}
 
     async def _about_prompt(self, result: Result) -> dict[str, Any]:
-        """The token ids of a prompt and their log-probs, under vLLM's names, where they are asked for."""
+        """Return the token ids of a prompt and their log-probs, under vLLM's names, if the request asks for them."""
         fields: dict[str, Any] = {}
         if self._request.shows_ids:
             fields["prompt_token_ids"] = result.prompt_token_ids
@@ -170,7 +170,7 @@ class OpenAIAnswer:
         return fields
 
     def _ranked(self, entry: TokenLogprob) -> dict[str, Any]:
-        """The log-probs of a place in the prompt by token id; the prompt's own token has no rank behind the top."""
+        """Return the log-probs of a position in the prompt by token id. Only the likeliest tokens have a rank."""
         ranks = {token_id: rank for rank, token_id in enumerate(entry.top, 1)}
         every = {entry.token_id: entry.logprob} | entry.top
         return {
@@ -198,7 +198,7 @@ class OpenAIAnswer:
     # Streamed
 
     async def events(self, index: int, tokens: Sequence[Token]) -> bytes:
-        """An event with these tokens of the choice, if they have anything to show; a first one with its role."""
+        """Return an event with these tokens, if they have text or log-probs; the first event has the role."""
         parts = b""
         if any(token.reasoning or token.tool_calls for token in tokens):
             parts = self._reasoning_and_calls(index, tokens)
@@ -257,12 +257,12 @@ class OpenAIAnswer:
         return HEARTBEAT
 
     def ending(self, results: Sequence[Result]) -> bytes:
-        """The events after the last token."""
+        """Return the events that follow the last token."""
         parts = []
         index = 0
         for result in results:
             for choice in result.choices:
-                # A prompt that is repeated stands in front of the first token, if there is one.
+                # A repeated prompt comes before the first token, if there is one.
                 text = choice.text if self._request.echo and not choice.token_ids else ""
                 body = b'"delta":{}' if self._is_chat else b'"text":' + to_json(text)
                 if self._request.shows_ids:
@@ -275,7 +275,7 @@ class OpenAIAnswer:
         return b"".join([*parts, DONE])
 
     def failure(self, error: GenbatchError) -> bytes:
-        """The last event of a stream that failed."""
+        """Return the event with the error that ends a failed stream."""
         return b"data: " + to_json(describe(error)) + b"\n\n"
 
     def _event(self, index: int, body: bytes, logprobs: bytes, finish_reason: bytes) -> bytes:

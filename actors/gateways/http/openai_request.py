@@ -1,4 +1,4 @@
-"""OpenAI's API and Mistral's /v1/fim/completions: their bodies as requests of our own.
+"""OpenAI's API and Mistral's /v1/fim/completions: make requests of their bodies.
 
 `bodies.py` has the treatment of all other parameters.
 """
@@ -153,7 +153,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 # The fields of a function's description, and of a custom tool's.
 TOOL_FIELDS = ("name", "description", "parameters", "strict")
 CUSTOM_FIELDS = ("name", "description", "format")
-# Prompts of one body; each is a request of its own.
+# The most prompts of one body; each prompt becomes a separate request.
 MAX_PROMPTS = 128
 # The roles of messages. Other roles of a template can be used over ZeroMQ and msgpack-RPC.
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -242,7 +242,7 @@ def _for_template(fields: ChatFields, reader: Fields, names: dict[str, str]) -> 
 def is_run_by_client(
     tool: dict[str, Any], path: str, reader: Fields, kinds: Sequence[str] = ("function", "custom")
 ) -> bool:
-    """Whether the client runs a tool: it is one of these kinds. Others are only offered, so they are left out."""
+    """Return whether the client runs a tool, which its kind shows. Tools that a server runs are left out."""
     kind = tool.get("type")
     if isinstance(kind, str) and kind not in kinds:
         reader.ignore(f"{path}.{kind}")
@@ -251,7 +251,7 @@ def is_run_by_client(
 
 
 class AllowedTools(NamedTuple):
-    """The tools to which a choice of the type "allowed_tools" narrows those that are offered."""
+    """The tools that a choice of the type "allowed_tools" allows, among the offered ones."""
 
     mode: str
     names: frozenset[str]
@@ -278,7 +278,7 @@ def allowed_tools(choice: object) -> AllowedTools | None:
 
 
 def _tool(tool: dict[str, Any], path: str, reader: Fields) -> dict[str, Any]:
-    """A tool in OpenAI's shape as one of ours; raises as `read_chat`."""
+    """Return a tool in OpenAI's shape as a Tool; raises as `read_chat`."""
     kind = tool.get("type")
     function = tool.get(kind) if kind in ("function", "custom") else None
     if kind == "custom" and isinstance(function, dict):
@@ -376,7 +376,7 @@ def _shared(fields: GenerationFields) -> dict[str, Any]:
     if fields.top_k == -1:  # vLLM's way to say "off"
         params["top_k"] = 0
     if fields.seed is not None:
-        # OpenAI's are signed; the negative ones take the upper half of ours.
+        # OpenAI's seeds are signed; a negative seed maps to the upper half of ours.
         params["seed"] = fields.seed % 2**64 if -(2**63) <= fields.seed < 0 else fields.seed
     if fields.response_format is not None:
         shape: dict[str, Any] = {"type": fields.response_format.type}
@@ -398,7 +398,7 @@ def _shared(fields: GenerationFields) -> dict[str, Any]:
 
 
 def _shape(fields: GenerationFields) -> dict[str, Any]:
-    """The shape of the answer by vLLM's names, old and new, and by llama.cpp's."""
+    """Return the shape of the answer, by vLLM's names, old and new, and by llama.cpp's."""
     guided = {f"guided_{name}": getattr(fields, f"guided_{name}") for name in ("json", "regex", "grammar", "choice")}
     for name, value in (fields.structured_outputs or {}).items():
         if value is None or value is False:
@@ -427,7 +427,7 @@ def _shape(fields: GenerationFields) -> dict[str, Any]:
 
 
 def _quoted(text: str) -> str:
-    """A regular expression of this text alone."""
+    """Return a regular expression that matches only this text."""
     return "".join(f"\\{character}" if character in _SPECIAL else character for character in text)
 
 
@@ -438,7 +438,7 @@ def _token_id(name: str) -> int:
 
 
 def read_prompts(prompt: str | list[str | int | list[int]]) -> list[dict[str, Any]]:
-    """A prompt or several, each as text or as token ids."""
+    """Return the prompts of a body, each as text or as token ids."""
     if isinstance(prompt, str):
         return [{"prompt": prompt}]
     if not prompt:
@@ -454,7 +454,7 @@ def read_prompts(prompt: str | list[str | int | list[int]]) -> list[dict[str, An
 
 
 def read_messages(messages: list[dict[str, Any]], reader: Fields | None = None) -> list[dict[str, Any]]:
-    """The turns of a conversation; raises as `read_chat`."""
+    """Return the turns of a conversation; raises as `read_chat`."""
     reader = reader or Fields()
     return [_message(message, f"messages[{index}]", reader) for index, message in enumerate(messages)]
 
@@ -463,7 +463,7 @@ _MESSAGE_FIELDS = ("role", "content", "tool_calls", "tool_call_id", "reasoning_c
 
 
 def _message(message: dict[str, Any], path: str, reader: Fields) -> dict[str, Any]:
-    """A turn. An answer may be sent back as it was received, with its empty fields and its calls."""
+    """Return a turn. A client may send an answer back as it was received, with its empty fields and its calls."""
     values = {name: value for name, value in reader.take(message, _MESSAGE_FIELDS, path).items() if value != []}
     role = values.pop("role", None)
     if role is None:
@@ -476,7 +476,7 @@ def _message(message: dict[str, Any], path: str, reader: Fields) -> dict[str, An
         raise InvalidRequest(f"{path}.role", f"must be one of {', '.join(ROLES)}, not {role!r:.40}")
     if "tool_calls" not in values and "content" not in message:
         raise InvalidRequest(f"{path}.content", "is missing")
-    # OpenAI's newer name for what templates call the system.
+    # OpenAI's newer name of the system role.
     turn: dict[str, Any] = {"role": "system" if role == "developer" else role}
     has_calls = "tool_calls" in values
     turn["content"] = "" if has_calls and "content" not in values else _text(values.get("content"), path, reader)
@@ -485,7 +485,7 @@ def _message(message: dict[str, Any], path: str, reader: Fields) -> dict[str, An
         if not isinstance(calls, list):
             raise InvalidRequest(f"{path}.tool_calls", "must be a list")
         turn["tool_calls"] = [_call(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(calls)]
-    # Both names of thinking come back from programs that know both.
+    # Programs that know both names of thinking send both.
     for name, ours in (("tool_call_id",) * 2, ("reasoning", "reasoning_content"), ("reasoning_content",) * 2):
         if name in values:
             turn[ours] = _string(values[name], f"{path}.{name}")
@@ -497,7 +497,7 @@ def _message(message: dict[str, Any], path: str, reader: Fields) -> dict[str, An
 
 
 def _call(call: object, path: str) -> dict[str, Any]:
-    """A call of an assistant's turn as it was received; streams leave their `index` in it."""
+    """Return a call of an assistant's turn. A call that came in a stream still has its `index`."""
     kind = call.get("type", "function") if isinstance(call, dict) else None
     function = call.get(kind) if isinstance(call, dict) and kind in ("function", "custom") else None
     if not isinstance(call, dict) or not isinstance(function, dict):

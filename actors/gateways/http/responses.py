@@ -1,7 +1,7 @@
 """/v1/responses: OpenAI's newer API, over the same requests: read, answered whole, answered as events.
 
-Conversations are remembered for `previous_response_id`, the newest of them, in the gateway's memory only: a restart
-forgets them, and a client that cannot have that sends its history itself.
+The gateway remembers the newest conversations for `previous_response_id`, in memory only. A restart forgets them: a
+client that must not lose its conversation sends the history itself.
 """
 
 import secrets
@@ -39,7 +39,7 @@ from genbatch.proto.messages import Result, Token
 
 # Characters of a tool's name.
 MAX_TOOL_NAME = 64
-# Conversations that are remembered, and their characters in all.
+# The most remembered conversations, and the most characters of all of them together.
 MAX_REMEMBERED, MAX_REMEMBERED_CHARS = 256, 16 * 2**20
 
 
@@ -79,7 +79,7 @@ class ResponseFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     reasoning: ReasoningFields | None = None
     truncation: str | None = None
     stream_options: StreamExtras | None = None
-    # Published, and refused where they ask for something.
+    # Published fields; they are refused at values that would have an effect.
     top_logprobs: int | None = None
     prompt: dict[str, Any] | None = None
     background: bool | None = None
@@ -90,7 +90,7 @@ class ResponseFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class Conversations:
-    """The newest conversations by the id of their last answer and by who had them."""
+    """Remembers the newest conversations, by the id of their last answer and by their owner."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[tuple[str, str], tuple[list[dict[str, Any]], int]] = OrderedDict()
@@ -109,10 +109,10 @@ class Conversations:
             self._size -= self._known.popitem(last=False)[1][1]
 
     def find(self, owner: str, response_id: str) -> list[dict[str, Any]]:
-        """The messages of a conversation.
+        """Return the messages of a conversation.
 
         Raises:
-            Refusal: it is not remembered here, or somebody else's.
+            Refusal: the gateway does not remember this conversation, or it has another owner.
         """
         # guard: owner of a remembered conversation
         known = self._known.get((owner, response_id))
@@ -128,18 +128,18 @@ def read_response(
     """The request in a body for /v1/responses.
 
     Args:
-        owner: whose conversations may be gone on with.
+        owner: the owner of the conversations that this request may continue.
         reader: remembers which fields are ignored.
 
     Raises:
         InvalidRequest: with the path of the first fault.
-        Refusal: the conversation to go on with is not remembered.
+        Refusal: the gateway does not remember the conversation to continue.
     """
     reader = reader or Fields()
     fields = reader.read(body, ResponseFields)
     _refuse(fields)
     if fields.truncation not in (None, "disabled"):
-        reader.ignore("truncation")  # it asks for nothing where the conversation fits, and else there is an error
+        reader.ignore("truncation")  # no effect if the conversation fits; otherwise the request fails
     before = conversations.find(owner, fields.previous_response_id) if fields.previous_response_id else []
     items: list[dict[str, Any]] = [{"role": "user", "content": fields.input}]
     if not isinstance(fields.input, str):
@@ -205,7 +205,7 @@ def _read_choice(choice: dict[str, Any], reader: Fields) -> dict[str, Any]:
 
 
 def _read_tool(tool: dict[str, Any], path: str, reader: Fields) -> dict[str, Any]:
-    """A function, or a custom tool as one."""
+    """Return a function, or a custom tool as a function."""
     if tool.get("type") == "custom":
         return as_function(_without_type(tool, path, ("type", *CUSTOM_FIELDS), reader), path, reader)
     return _without_type(tool, path, ("type", *TOOL_FIELDS), reader)
@@ -218,7 +218,7 @@ def _without_type(tool: dict[str, Any], path: str, names: Sequence[str], reader:
     return {name: value for name, value in reader.take(tool, names, path).items() if name != "type"}
 
 
-# By our name of a function: its namespace, and its name there.
+# By our name of a function: its namespace, and its name in the namespace.
 Namespaces = dict[str, tuple[str, str]]
 
 
@@ -376,9 +376,10 @@ class ResponseAnswer:
     """An answer of /v1/responses, whole or as events.
 
     Args:
-        request: what it answers.
+        request: the answered request.
         model: the model's id.
-        conversations, owner: where, and under whose name, it is remembered.
+        conversations: the store that remembers the answer.
+        owner: the owner of the remembered conversation.
     """
 
     def __init__(self, request: HTTPRequest, model: str, conversations: Conversations, owner: str) -> None:
@@ -389,15 +390,15 @@ class ResponseAnswer:
         self._owner = owner
         self._created = int(time.time())
         self._number = 0
-        self._items: list[dict[str, Any]] = []  # of a stream; the last may be open
+        self._items: list[dict[str, Any]] = []  # the items of a stream; the last may be open
         self._is_open = False
-        self._input = InputReader()  # of the item, if it is a call of a custom tool
+        self._input = InputReader()  # reads the item's input, if the item is a call of a custom tool
         self._has_begun = False
 
     # Whole
 
     async def body(self, results: Sequence[Result]) -> dict[str, Any]:
-        """The answer at once."""
+        """Return the whole answer, for a request without a stream."""
         return self._whole(results[0], output_items(results[0], self._request.namespaces, self._request.custom))
 
     def _whole(self, result: Result, items: list[dict[str, Any]]) -> dict[str, Any]:
@@ -444,7 +445,7 @@ class ResponseAnswer:
 
     def _remember(self, items: list[dict[str, Any]]) -> None:
         if self._request.body.get("store") is not False:
-            # A call that was cut short could not be gone on with.
+            # A conversation cannot continue after a call that was cut short.
             kept = [item for item in items if item["type"] not in _CALLS or item["status"] != "incomplete"]
             asked = [*self._request.body["asked"], *read_items(kept, namespaces=self._request.namespaces)]
             self._conversations.remember(self._owner, self.id, asked)
@@ -452,7 +453,7 @@ class ResponseAnswer:
     # Streamed
 
     async def events(self, index: int, tokens: Sequence[Token]) -> bytes:
-        """The events of these tokens."""
+        """Return the events that show these tokens."""
         parts = [self._begin()]
         for token in tokens:
             if token.reasoning:
@@ -510,7 +511,7 @@ class ResponseAnswer:
         return closed + self._event("response.output_item.added", output_index=index, item=shown)
 
     def _close(self, status: str = "completed") -> bytes:
-        """Ends the item that is open."""
+        """End the open item."""
         if not self._is_open:
             return b""
         self._is_open = False
@@ -547,14 +548,14 @@ class ResponseAnswer:
         return self._begin() or HEARTBEAT
 
     def ending(self, results: Sequence[Result]) -> bytes:
-        """The events after the last token."""
+        """Return the events that follow the last token."""
         parts = [self._begin(), self._close(_ended(results[0]))]
         whole = self._whole(results[0], self._items)
         parts.append(self._event(f"response.{whole['status']}", response=whole))
         return b"".join(parts)
 
     def failure(self, error: GenbatchError) -> bytes:
-        """The last event of a stream that failed."""
+        """Return the event with the error that ends a failed stream."""
         details = describe(error)["error"]
         assert isinstance(details, dict)
         return self._event("error", code=details["code"], message=details["message"], param=details["param"])
@@ -568,7 +569,7 @@ class ResponseAnswer:
 def output_items(
     result: Result, namespaces: Namespaces | None = None, custom: frozenset[str] = frozenset()
 ) -> list[dict[str, Any]]:
-    """A result as items: thinking, text, calls."""
+    """Return a result as items: thinking, text, calls."""
     items = [_reasoning(result.reasoning)] if result.reasoning else []
     if result.text or not result.tool_calls:
         items.append(_message(result.text))
@@ -583,7 +584,7 @@ def output_items(
 
 
 def _ended(result: Result) -> str:
-    """The status of an answer, and of its last item."""
+    """Return the status of an answer, which its last item has, too."""
     return "incomplete" if result.finish_reason == "length" else "completed"
 
 

@@ -1,8 +1,8 @@
 """From an HTTP request to the service: Front checks the caller and reads the body, HTTPCalls calls the Dispatcher.
 
-The headers settle who calls (host, origin, token). Then the body is read whole, within bounds. From then on its
-connection is not pushed out by others, until the request is answered. An endpoint finds `caller` and `body` in the
-scope's state. The only message that it can still receive says that the client has gone.
+Front finds the caller by the headers (host, origin, token). Then it reads the whole body, within bounds. Until the
+request is answered, other connections cannot push this one out. An endpoint finds `caller` and `body` in the scope's
+state. It can receive one more message, which tells that the client has gone.
 """
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
@@ -44,7 +44,7 @@ class TokenTexts:
         self._known: dict[int, str] = {}
 
     async def learn(self, token_ids: Iterable[int]) -> None:
-        """Makes `self[token_id]` work for these."""
+        """Look up the texts of these tokens, for `self[token_id]`."""
         for token_id in token_ids:
             if token_id not in self._known:
                 self._known[token_id] = await self._detokenize(token_id)
@@ -55,7 +55,7 @@ class TokenTexts:
 
 
 class TokenNames(TokenTexts):
-    """Stands in for TokenTexts for callers that want ids: each token has a name of its own."""
+    """Replaces TokenTexts for callers that want ids: the text of a token is its id."""
 
     def __init__(self) -> None:
         pass
@@ -95,7 +95,7 @@ class HTTPCalls:
     """Typed calls of the Dispatcher.
 
     Args:
-        dispatcher: carries out the methods.
+        dispatcher: runs the methods.
     """
 
     def __init__(self, dispatcher: Dispatcher) -> None:
@@ -117,40 +117,40 @@ class HTTPCalls:
         return result
 
     async def embed(self, params: dict[str, Any], caller: HTTPCaller) -> Embeddings:
-        """A vector for each text."""
+        """Return a vector for each text."""
         answer = await self._call("embed", params, caller)
         assert isinstance(answer, Embeddings)
         return answer
 
     async def score(self, params: dict[str, Any], caller: HTTPCaller) -> Scores:
-        """The scores of each document."""
+        """Return the scores of each document."""
         answer = await self._call("score", params, caller)
         assert isinstance(answer, Scores)
         return answer
 
     async def token_ids(self, params: dict[str, Any], caller: HTTPCaller) -> list[int]:
-        """The token ids of a text or of messages."""
+        """Return the token ids of a text or of messages."""
         answer = await self._call("tokenize", params, caller)
         assert isinstance(answer, TokenIds)
         return answer.token_ids
 
     async def prompt_text(self, params: dict[str, Any], caller: HTTPCaller) -> str:
-        """The prompt that the chat template writes for messages."""
+        """Return the prompt that the chat template writes for messages."""
         answer = await self._call("tokenize", {**params, "return_text": True}, caller)
         assert isinstance(answer, TokenIds) and answer.text is not None
         return answer.text
 
     async def text(self, params: dict[str, Any], caller: HTTPCaller) -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
         answer = await self._call("detokenize", params, caller)
         assert isinstance(answer, Text)
         return answer.text
 
     async def model(self, name: str | None) -> ModelCard:
-        """The model of this name; the first one where none is named.
+        """Return the card of the model with this name; None names the first model.
 
         Raises:
-            ModelNotFound: there is none.
+            ModelNotFound: no served model has this name.
         """
         models = await self.models()
         for card in models:
@@ -186,7 +186,7 @@ class HTTPCalls:
         await self._call("unload_adapter", {"name": name}, caller)
 
     async def stats(self, caller: HTTPCaller) -> dict[str, Any]:
-        """The counters."""
+        """Return the counters."""
         answer = await self._call("stats", {}, caller)
         assert isinstance(answer, dict)
         return answer
@@ -213,7 +213,7 @@ class HTTPCalls:
         return await self._dispatcher.call(method, params, who)
 
 
-OURSELVES = HTTPCaller("")  # not bounded as clients are
+OURSELVES = HTTPCaller("")  # this caller has no limits
 
 
 class OpenCalls:
@@ -225,7 +225,7 @@ class OpenCalls:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Surround one call.
+        """Run one call in the body, which `stop` ends.
 
         Raises:
             Unavailable: the gateway stops, or has stopped.
@@ -243,7 +243,7 @@ class OpenCalls:
             raise Unavailable("the service is stopping", retry_after_ms=RETRY_AFTER_DRAIN_MS)
 
     def stop(self) -> None:
-        """Ends every call, and refuses new ones."""
+        """End every call, and refuse new calls."""
         self._stopping = True
         for scope in self._scopes:
             scope.cancel()

@@ -1,9 +1,9 @@
-"""Endpoints that read texts and continue none: embeddings, scores, rankings and classes.
+"""Endpoints that evaluate texts without generating: embeddings, scores, rankings and classes.
 
     TextEndpoint(EmbeddingFields, embed, calls, open_calls, new_fields)
 
-Each is a type of body and a function that answers it. Scores have the shapes of vLLM (/v1/score, /v1/classify), of Jina
-and Cohere (/v1/rerank, /v2/rerank), and of text-embeddings-inference (/rerank with `texts`).
+Each endpoint has a type of body and a function that answers it. Scores have the shapes of vLLM (/v1/score,
+/v1/classify), of Jina and Cohere (/v1/rerank, /v2/rerank), and of text-embeddings-inference (/rerank with `texts`).
 """
 
 import time
@@ -32,14 +32,14 @@ TextAnswer = Callable[[HTTPCalls, TextBody, ModelCard, HTTPCaller], Awaitable[ob
 
 
 class TextEndpoint(Generic[TextBody]):
-    """Serves POST requests with texts to read.
+    """Serves POST requests with texts to evaluate.
 
     Args:
         body: the type of a body; it has a field `model`.
         answer: makes the content of the response.
-        calls: who answers.
-        open_calls: where running calls are kept.
-        new_fields: how the fields of a body are read.
+        calls: calls the service.
+        open_calls: the running calls.
+        new_fields: makes a reader of a body's fields.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class TextEndpoint(Generic[TextBody]):
         self._new_fields = new_fields
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request; a client that goes away cancels it."""
+        """Answer one request; it is cancelled if the client goes away."""
         caller: HTTPCaller = scope["state"]["caller"]
         reader = self._new_fields()
         fields: Any = reader.read(decode_json(scope["state"]["body"]), self._body)
@@ -85,7 +85,7 @@ class EmbeddingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 async def embed(calls: HTTPCalls, fields: EmbeddingFields, card: ModelCard, caller: HTTPCaller) -> object:
-    """A vector for each text."""
+    """Return a vector for each text."""
     if card.embedding_size is None:
         raise Refusal(404, "no_embeddings", NO_EMBEDDINGS.format(card.id))
     params = _given(fields, "input", "encoding_format", "dimensions", "priority", "deadline_s")
@@ -181,7 +181,7 @@ class ScoreFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 async def score(calls: HTTPCalls, fields: ScoreFields, card: ModelCard, caller: HTTPCaller) -> object:
-    """The score of each pair. vLLM's."""
+    """Return the score of each pair, in vLLM's shape."""
     _check_scores(card)
     names = ("queries", "documents") if fields.text_1 is None and fields.text_2 is None else ("text_1", "text_2")
     for name in names:
@@ -196,7 +196,7 @@ async def score(calls: HTTPCalls, fields: ScoreFields, card: ModelCard, caller: 
     params = _given(fields, "truncate", "instruction", "priority", "deadline_s")
     params["raw_scores"] = fields.use_activation is False
     scores = await calls.score({**params, "query": query, "documents": documents, "model": card.id}, caller)
-    ranking_of(scores)  # each has one score
+    ranking_of(scores)  # each pair has one score
     data = [{"index": index, "object": "score", "score": row[0]} for index, row in enumerate(scores.scores)]
     return _listed("score", card, data, scores)
 
@@ -214,7 +214,7 @@ class ClassifyFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 async def classify(calls: HTTPCalls, fields: ClassifyFields, card: ModelCard, caller: HTTPCaller) -> object:
-    """The likeliest label of each text, and what each label has. vLLM's."""
+    """Return the likeliest label of each text and the probabilities of all labels, in vLLM's shape."""
     _check_scores(card)
     params = _given(fields, "truncate", "priority", "deadline_s")
     params["raw_scores"] = fields.use_activation is False
@@ -233,7 +233,7 @@ def _check_scores(card: ModelCard) -> None:
 
 
 def _given(fields: msgspec.Struct, *names: str) -> dict[str, Any]:
-    """The fields of these names that are there."""
+    """Return the fields of these names that are set."""
     return {name: value for name in names if (value := getattr(fields, name)) is not None}
 
 

@@ -15,7 +15,7 @@ def test_every_listener_gets_each_event_until_it_detaches() -> None:
     telemetry = Telemetry()
     first: list[object] = []
     second: list[object] = []
-    assert not telemetry.attached
+    assert not telemetry.handlers
     detach = telemetry.attach(lambda *event: first.append(event))
     telemetry.attach(lambda *event: second.append(event))
     telemetry.execute("actor.stop", {"duration_s": 1.5}, {"name": "a"})
@@ -24,7 +24,7 @@ def test_every_listener_gets_each_event_until_it_detaches() -> None:
     telemetry.execute("actor.start", {}, {"name": "b"})
     assert first == [("actor.stop", {"duration_s": 1.5}, {"name": "a"})]
     assert second == [*first, ("actor.start", {}, {"name": "b"})]
-    assert telemetry.attached
+    assert telemetry.handlers
 
 
 def test_a_failing_listener_is_logged_and_detached_and_the_others_go_on(

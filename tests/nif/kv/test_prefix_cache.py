@@ -63,7 +63,6 @@ def test_h11_counters_tell_queries_and_hits() -> None:
     cache = _filled(range(8), b"")
     cache.match(range(12), b"")
     cache.match([5] * 12, b"")
-    assert (cache.num_queries, cache.num_hits) == (2, 1)
     assert (cache.num_query_tokens, cache.num_hit_tokens) == (24, 8)
 
 
