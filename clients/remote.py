@@ -98,7 +98,7 @@ def check_drawn(hello: Hello) -> None:
 
 
 def is_interrupted(final: outcome.Outcome[Any] | None) -> bool:
-    """Whether a call ended because its connection or its gateway was lost, so that it may be sent again."""
+    """Return whether a call ended because its connection or its gateway was lost, so that it may be sent again."""
     match final:
         case outcome.Error(Unavailable() as error):
             return isinstance(error, ConnectionLost) or error.retry_after_ms is not None

@@ -399,7 +399,7 @@ class SyncRPCTransport:
             self._lose(error)
 
     def _has_pending(self) -> bool:
-        """Whether TLS holds decrypted bytes, which the operating system's selector does not report."""
+        """Return whether TLS holds decrypted bytes, which the operating system's selector does not report."""
         return isinstance(self._socket, ssl.SSLSocket) and self._socket.pending() > 0
 
     def _write(self, connection: socket.socket) -> None:

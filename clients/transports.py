@@ -230,7 +230,7 @@ _SHORT_ARRAY = 0x90  # the first byte of every msgpack-RPC message; ZeroMQ, HTTP
 
 
 def _is_welcome(message: bytes) -> bool:
-    """Whether the message answers the greeting and accepts the client.
+    """Return whether the message answers the greeting and accepts the client.
 
     Raises:
         Unauthenticated, Unavailable: the service rejects the client.
@@ -471,7 +471,7 @@ def socket_options(address: str, keys: ClientKeys | None) -> Iterator[tuple[int,
 
 
 def is_connected(event: bytes) -> bool:
-    """Whether the monitor's event reports an established connection."""
+    """Return whether the monitor's event reports an established connection."""
     kind, _ = _EVENT.unpack(event)
     return bool(kind == zmq.EVENT_HANDSHAKE_SUCCEEDED)
 

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 
 
 def available_cores() -> int:
-    """How many threads may run at once; at least one."""
+    """Return the number of threads that may run at once; at least one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_quota()
     return cores if quota is None else min(cores, max(1, int(quota)))
@@ -61,12 +61,12 @@ def _mounted(controller: str, groups: list[str], mounts: list[str]) -> Iterator[
 
 
 def _unescaped(field: str) -> str:
-    """A path of mountinfo, which writes a space as \\040."""
+    """Return a path of mountinfo, which writes a space as \\040."""
     return field.replace("\\040", " ").replace("\\011", "\t").replace("\\012", "\n").replace("\\134", "\\")
 
 
 def _up_to(folder: Path, group: PurePosixPath) -> Iterator[Path]:
-    """A group's directory and those above it."""
+    """Yield a group's directory and those above it."""
     inside = PurePosixPath(*(part for part in group.parts if part != ".."))
     yield from (folder / step for step in (inside, *inside.parents))
 
@@ -88,7 +88,7 @@ _INT8_FLAGS = frozenset({"avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm
 
 
 def multiplies_int8(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether the CPU multiplies bytes in vectors, which makes `quantize="int8"` fast; False where that is unknown."""
+    """Return whether the CPU multiplies bytes in vectors, which makes `quantize="int8"` fast; False if unknown."""
     try:
         words = cpuinfo.read_text().split()
     except OSError:

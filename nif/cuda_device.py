@@ -44,7 +44,7 @@ CPU = Device("cpu")
 
 @cache
 def has_gpu() -> bool:
-    """Whether torch can use a GPU. Without a driver for one this is known without importing torch."""
+    """Return whether torch can use a GPU. Without a driver for one this is known without importing torch."""
     if sys.platform == "linux" and not Path("/dev/kfd").exists():  # AMD's driver, whose GPUs torch calls CUDA's too
         try:
             ctypes.CDLL("libcuda.so.1")
@@ -82,7 +82,7 @@ def memory_of(device: Device) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory of the host or of a GPU ran out."""
+    """Return whether memory of the host or of a GPU ran out."""
     torch = sys.modules.get("torch")
     return isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError))
 

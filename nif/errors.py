@@ -63,7 +63,7 @@ class DeviceFault(NativeError):
 
 
 def how_to_install(extra: str) -> str:
-    """A command that installs what the extra needs into this Python.
+    """Return a command that installs what the extra needs into this Python.
 
     Args:
         extra: one of those in pyproject.toml, such as "http".

@@ -58,7 +58,7 @@ class LayerGroup:
     recurs: bool = False
 
     def sized(self, block_size: int) -> "LayerGroup":
-        """The group over blocks of this size, on which the window of a recurrent group depends."""
+        """Return the group over blocks of this size, on which the window of a recurrent group depends."""
         return replace(self, window=max(block_size + 1, self.window or 0)) if self.recurs else self
 
 
@@ -351,7 +351,7 @@ class Launched(Protocol):
         ...
 
     def wait(self) -> list[int | None]:
-        """The token drawn in each row, None where the row's logits are not finite; to be called once.
+        """Return the token drawn in each row, None where the row's logits are not finite; to be called once.
 
         Raises:
             Exception: the device failed.
@@ -396,7 +396,7 @@ class HoldsMemory(Protocol):
     """A runner that takes memory of its own beside the pool and a step's activations."""
 
     def own_bytes(self, num_sequences: int, block_size: int) -> int:
-        """How many bytes, for steps of at most so many decodes."""
+        """Return the number of bytes, for steps of at most so many decodes."""
         ...
 
 

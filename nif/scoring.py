@@ -81,13 +81,13 @@ class Scoring:
 
 
 def is_classifier(config: Any) -> bool:
-    """Whether the weights are those of a model with a head that scores whole texts."""
+    """Return whether the weights are those of a model with a head that scores whole texts."""
     written = getattr(config, "architectures", None) or [""]
     return bool(written[0].endswith("ForSequenceClassification"))
 
 
 def classifier_scoring(model: str, directory: Path, config: Any) -> Scoring:
-    """How a `*ForSequenceClassification` scores, its head left to its runner.
+    """Return the scoring of a `*ForSequenceClassification`; its runner applies the head.
 
     Raises:
         ModelError: its files want an activation that is not served.
@@ -121,7 +121,7 @@ _HEAD = "cls.output"
 
 
 def gguf_scoring(file: Any) -> Scoring | None:
-    """How a decoder's GGUF file scores by the rows of its head; None where it has none and scores by tokens.
+    """Return how a decoder's GGUF file scores by the rows of its head; None where it has none and scores by tokens.
 
     A head of the labels yes and no gives the probability of yes, as llama.cpp does.
 
@@ -144,12 +144,12 @@ def gguf_scoring(file: Any) -> Scoring | None:
 
 
 def scores_by_tokens(model: str, directory: Path) -> bool:
-    """Whether sentence-transformers' files compare two tokens' logits."""
+    """Return whether sentence-transformers' files compare two tokens' logits."""
     return _logit_score(model, directory) is not None
 
 
 def token_scoring(model: str, directory: Path | None, config: Any, tokenizer: "Tokenizer") -> Scoring:
-    """How a causal model scores by the tokens that its files name; "yes" and "no" where they name none.
+    """Return how a causal model scores by the tokens that its files name; "yes" and "no" where they name none.
 
     Args:
         directory: of sentence-transformers' files; None: there are none.
@@ -171,7 +171,7 @@ def token_scoring(model: str, directory: Path | None, config: Any, tokenizer: "T
 
 
 def _logit_score(model: str, directory: Path) -> dict[str, Any] | None:
-    """The settings of the module LogitScore; None where modules.json has none."""
+    """Return the settings of the module LogitScore; None where modules.json has none."""
     path = directory / "modules.json"
     modules = read_json(model, path) if path.is_file() else None
     for module in modules if isinstance(modules, list) else ():
@@ -184,7 +184,7 @@ def _logit_score(model: str, directory: Path) -> dict[str, Any] | None:
 
 
 def _named_activation(model: str, settings: Mapping[str, Any], config: Any) -> str | None:
-    """The activation that the files name; None where they name none."""
+    """Return the activation that the files name; None where they name none."""
     inside = getattr(config, "sentence_transformers", None)
     named = settings.get("activation_fn")
     named = named or (inside.get("activation_fn") if isinstance(inside, dict) else None)

@@ -27,7 +27,7 @@ Vector = NDArray[np.float64]
 
 
 def fit(measured: Sequence[tuple[StepWork, float]]) -> StepTime:
-    """The costs that come nearest to measurements, which are enough to tell the costs apart."""
+    """Return the costs that come nearest to measurements, which are enough to tell the costs apart."""
     seconds = np.array([taken for _, taken in measured])
     rows = np.array([work.row() for work, _ in measured], float) / seconds[:, None]
     costs = least_squares(rows, np.ones(len(measured)))

@@ -102,7 +102,7 @@ class MessageSplitter:
         self._walker = self._new_walker()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """The messages that end in `data`, at most MAX_FEED_BYTES of it, in order.
+        """Yield the messages that end in `data`, at most MAX_FEED_BYTES of it, in order.
 
         Raises:
             StreamBroken: a message has no end, or none within `max_bytes`.
@@ -132,7 +132,7 @@ class MessageSplitter:
         return msgpack.Unpacker(read_size=WALKER_BYTES, max_buffer_size=most)
 
     def _walk(self) -> bool:
-        """Whether another message has arrived entirely."""
+        """Return whether another message has arrived entirely."""
         try:
             self._walker.skip()
         except msgpack.OutOfData:
@@ -143,7 +143,7 @@ class MessageSplitter:
         return True
 
     def head(self) -> bytes:
-        """The beginning of the message that is arriving."""
+        """Return the beginning of the message that is arriving."""
         return bytes(memoryview(self._held)[:32])
 
 
@@ -157,7 +157,7 @@ HEAD_BYTES = 32
 
 
 def encode(message: object) -> bytes:
-    """A message's bytes; `message` is made of plain data and the types of proto."""
+    """Return a message's bytes; `message` is made of plain data and the types of proto."""
     return _encoder.encode(message)
 
 
@@ -267,7 +267,7 @@ def read_head(data: bytes) -> list[object] | None:
 
 
 def to_generate_request(params: object) -> GenerateRequest:
-    """The request in a map of parameters; `stop` may be a single string.
+    """Return the request in a map of parameters; `stop` may be a single string.
 
     Types are checked here, ranges where the request is accepted.
 
@@ -281,7 +281,7 @@ def to_generate_request(params: object) -> GenerateRequest:
 
 
 def to_answer(value: object, wanted: Any) -> Any:
-    """A service's answer as the type that belongs to the method: Result, TokenIds, ...
+    """Return a service's answer as the type that belongs to the method: Result, TokenIds, ...
 
     Raises:
         MalformedMessage: it is none.
@@ -326,7 +326,7 @@ def _refuse_extension(code: int, data: bytes) -> None:
 
 
 def _is_deeper(value: object, room: int) -> bool:
-    """Whether containers are nested more than `room` deep."""
+    """Return whether containers are nested more than `room` deep."""
     if not isinstance(value, list | dict):
         return False
     if room == 0:

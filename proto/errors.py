@@ -33,7 +33,7 @@ class GenbatchError(Exception):
         self.retry_after_ms = retry_after_ms
 
     def to_wire(self) -> ErrorInfo:
-        """The error as it travels."""
+        """Return the error as it travels."""
         return ErrorInfo(code=self.code, message=self.message, field=self.field, retry_after_ms=self.retry_after_ms)
 
 
@@ -100,7 +100,7 @@ class EngineLost(GenbatchError):
         self.tokens_delivered = tokens_delivered
 
     def to_wire(self) -> ErrorInfo:
-        """The error as it travels."""
+        """Return the error as it travels."""
         return msgspec.structs.replace(super().to_wire(), tokens_delivered=self.tokens_delivered)
 
 
@@ -162,7 +162,7 @@ CLASSES: dict[str, type[GenbatchError]] = {
 
 
 def from_wire(info: ErrorInfo) -> GenbatchError:
-    """The error that `info` describes; a plain GenbatchError with its `code` where the code is unknown."""
+    """Return the error that `info` describes; a plain GenbatchError with its `code` where the code is unknown."""
     error_class = CLASSES.get(info.code, GenbatchError)
     error = error_class.__new__(error_class)
     GenbatchError.__init__(error, info.message, field=info.field, retry_after_ms=info.retry_after_ms)

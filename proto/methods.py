@@ -131,5 +131,5 @@ def lane_of(request: object) -> Lane | None:
 
 
 def method_of(request: object) -> Method | None:
-    """The method that takes a request of this type and does not stream; None where no method does."""
+    """Return the method that takes a request of this type and does not stream; None where no method does."""
     return _BY_REQUEST.get(type(request))  # type: ignore[arg-type]  # other types are not in the table

@@ -33,7 +33,7 @@ MESSAGES: dict[str, Any] = {
 
 
 def wire_schema() -> dict[str, Any]:
-    """The schema of every message, method and type."""
+    """Return the schema of every message, method and type."""
     rows = list(METHODS.values())
     types = [*MESSAGES.values(), StreamOptions, *(row.request for row in rows), *(row.answer for row in rows)]
     schemas, definitions = msgspec.json.schema_components(types, ref_template="#/$defs/{name}")

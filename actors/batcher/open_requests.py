@@ -390,7 +390,7 @@ class DiskBlocks:
         return bool(self._read)
 
     def takes_turn(self) -> bool:
-        """Whether blocks are copied now, before the next step: every other time that is asked."""
+        """Return whether blocks are copied before the next step: this is so at every second call."""
         self._is_turn = bool(self._read) and not self._is_turn
         return self._is_turn
 

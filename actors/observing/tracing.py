@@ -76,7 +76,7 @@ class RequestSpans:
                     span.set_attribute(attribute, measurements[name])
 
     def _start(self, measurements: Mapping[str, float], metadata: Mapping[str, object]) -> Span:
-        """A span that begins when the request arrived, before its prompt was tokenized."""
+        """Return a span that begins when the request arrived, before its prompt was tokenized."""
         span = self._tracer.start_span(
             f"{metadata['kind']} {metadata['model']}",
             kind=SpanKind.SERVER,

@@ -100,7 +100,7 @@ class ZeroMQSocket:
         self._socket.connect(address)
 
     def monitor(self, events: int) -> "zmq.Socket[bytes]":
-        """A socket that receives a message for each of `events`, such as zmq.EVENT_DISCONNECTED.
+        """Return a socket that receives a message for each of `events`, such as zmq.EVENT_DISCONNECTED.
 
         Use `monitored`, unless the process ends with the monitor: libzmq blocks if the monitor is not read.
         """
@@ -113,7 +113,7 @@ class ZeroMQSocket:
             self._socket.disable_monitor()
 
     async def recv(self) -> Frames:
-        """The next message's frames.
+        """Return the next message's frames.
 
         Raises:
             trio.ClosedResourceError: the socket was closed.
@@ -141,7 +141,7 @@ class ZeroMQSocket:
         return dropped
 
     def try_recv_many(self, max_messages: int) -> list[Frames]:
-        """The messages that are there now, `max_messages` at most; none once the socket was closed."""
+        """Return the messages that are there now, `max_messages` at most; none once the socket was closed."""
         if self._closed or not self._events() & zmq.POLLIN:
             return []
         try:
@@ -152,7 +152,7 @@ class ZeroMQSocket:
             self._dispatch()
 
     def has_messages(self) -> bool:
-        """Whether one could be received now."""
+        """Return whether a message could be received now."""
         if self._closed:
             return False
         try:
@@ -306,7 +306,7 @@ class ZeroMQSocket:
 
 
 def _property(frame: zmq.Frame, name: int | str) -> int | str | None:
-    """A property of a frame's connection; None if ZeroMQ does not have the property."""
+    """Return a property of a frame's connection; None if ZeroMQ does not have the property."""
     try:
         found: int | str = frame.get(name)
     except zmq.ZMQError:  # EINVAL
@@ -338,7 +338,7 @@ def set_defaults(socket: "zmq.Socket[bytes]") -> None:
 
 @asynccontextmanager
 async def open_socket(kind: int, *, linger_ms: int = 0) -> AsyncIterator[ZeroMQSocket]:
-    """A socket in a ZeroMQ context of its own, closed when the body ends.
+    """Open a socket in a separate ZeroMQ context, and close it when the body ends.
 
     Args:
         kind: zmq.ROUTER, zmq.DEALER, ...
@@ -364,7 +364,7 @@ async def open_socket(kind: int, *, linger_ms: int = 0) -> AsyncIterator[ZeroMQS
 
 @asynccontextmanager
 async def pumped(raw: "zmq.Socket[bytes]", *, linger_ms: int = 0) -> AsyncIterator[ZeroMQSocket]:
-    """A pyzmq socket made usable on trio for as long as the body runs, then closed."""
+    """Make a pyzmq socket usable on trio while the body runs, then close it."""
     socket = ZeroMQSocket(raw)
     # No nursery: its group would wrap what the body raises, and last messages are sent while all else is cancelled.
     trio.lowlevel.spawn_system_task(socket.pump, name="zeromq pump")
@@ -376,7 +376,7 @@ async def pumped(raw: "zmq.Socket[bytes]", *, linger_ms: int = 0) -> AsyncIterat
 
 @asynccontextmanager
 async def monitored(socket: ZeroMQSocket, events: int) -> AsyncIterator[ZeroMQSocket]:
-    """A socket that receives a message for each of `events` of another, for as long as the body runs."""
+    """Open a socket that receives a message for each of `events` of another socket while the body runs."""
     async with pumped(socket.monitor(events)) as monitor:
         try:
             yield monitor

@@ -147,7 +147,7 @@ class Goodput:
         return cls(limits)
 
     def keeps(self, times: RequestTimes) -> bool:
-        """Whether a request succeeded and met every target; a single token has no TPOT and cannot miss that target."""
+        """Return whether a request succeeded and met every target. An answer of one token cannot miss the TPOT."""
         if times.error is not None:
             return False
         values = {name: getattr(times, name) for name in self.limits_s}

@@ -73,7 +73,7 @@ class DemoAnswer:
 
 
 def answer_panels(answers: Sequence[DemoAnswer], console: Console) -> RenderableType:
-    """The answers in a grid that leaves room for the table below it in the console's window."""
+    """Return the answers in a grid that leaves room for the table below it in the console's window."""
     columns = next(count for count in (4, 2, 1) if count == 1 or console.width // count >= _MIN_PANEL_WIDTH)
     rows = -(-len(answers) // columns)
     room = console.height - len(answers) - _TABLE_MARGIN
@@ -108,12 +108,12 @@ def _panel(answer: DemoAnswer, console: Console, width: int, height: int) -> Pan
 
 
 def answers_as_text(answers: Sequence[DemoAnswer]) -> str:
-    """The same for where there is no window: one answer after the other."""
+    """Return the answers one after another, for an output without a window."""
     return "\n".join(f"> {answer.prompt}\n{answer.text.strip()}\n" for answer in answers)
 
 
 def summary(answers: Sequence[DemoAnswer], stats: Mapping[str, Any]) -> RenderableType:
-    """A row for each request, and what all of them took together."""
+    """Return a row for each request, and the totals."""
     table = Table(box=None, padding=(0, 2), header_style="bold")
     table.add_column("request")
     for title in ("TTFT", "tokens", "tok/s"):

@@ -57,7 +57,7 @@ class TraceFlags:
     ] = None
 
     def read(self) -> "Trace":
-        """The trace.
+        """Return the trace.
 
         Raises:
             UsageError: flags of made traces beside a file.

@@ -227,7 +227,7 @@ class FleetGateway:
             self._let_go(others[0])
 
     def _may_go(self, name: str) -> bool:
-        """Whether the replica can be drained, or has not become ready within START_S."""
+        """Return whether the replica can be drained, or has not become ready within START_S."""
         if name in self._known:
             return True
         seen_at = self._seen_at.setdefault(name, trio.current_time())

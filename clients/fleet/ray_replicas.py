@@ -333,11 +333,11 @@ class RayReplicas:
         return f"{self.prefix}{self._version} {index}"
 
     def is_ours(self, name: str) -> bool:
-        """Whether a replica has this gateway's version."""
+        """Return whether a replica has this gateway's version."""
         return name.startswith(f"{self.prefix}{self._version} ")
 
     def is_superseded(self, names: list[str]) -> bool:
-        """Whether a later version than this gateway's exists."""
+        """Return whether a later version than this gateway's exists."""
         return any(_version_and_index(name)[0] > self._version for name in names)
 
     async def names(self) -> list[str]:

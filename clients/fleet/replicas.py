@@ -141,9 +141,9 @@ class Replicas(Protocol):
         """End a replica for good."""
 
     def is_ours(self, name: str) -> bool:
-        """Whether a replica has this gateway's version."""
+        """Return whether a replica has this gateway's version."""
         ...
 
     def is_superseded(self, names: list[str]) -> bool:
-        """Whether a later version than this gateway's exists."""
+        """Return whether a later version than this gateway's exists."""
         ...

@@ -55,7 +55,7 @@ class _Named:
 
     @classmethod
     def named(cls, **options: Any) -> Self:
-        """The parameters under either spelling.
+        """Return the parameters under either spelling.
 
         Raises:
             OptionError: there is no such parameter, it is given twice, or its value is out of range.
@@ -265,7 +265,7 @@ def open_engine(
 
 
 def with_attention_window(model: Model, window: int, sink_tokens: int = 0) -> Model:
-    """The same weights, every layer attending to at most the last `window` positions, itself included.
+    """Return the same weights, every layer attending to at most the last `window` positions, itself included.
 
     A layer that the model already limits to fewer keeps its own limit, and sees no sinks: it was trained without.
     Layers that convolve or recur stay as they are.
@@ -328,13 +328,13 @@ class InferenceRequest:
 
 
 def encode_inference_request(request: InferenceRequest) -> bytes:
-    """The request as msgpack."""
+    """Return the request as msgpack."""
     tensors = {name: _tensor_to_wire(tensor) for name, tensor in request.tensors.items()}
     return encode({"request_id": request.request_id, "tensors": tensors})
 
 
 def decode_inference_request(data: bytes, limits: DecodeLimits = REQUEST_LIMITS) -> InferenceRequest:
-    """The request in its msgpack bytes; nothing is executed and nothing unpickled.
+    """Return the request in its msgpack bytes; nothing is executed and nothing unpickled.
 
     Raises:
         FrameTooLarge, MalformedMessage: not one well-formed message within `limits`.
@@ -587,7 +587,7 @@ def stream_response(request: GptRequest, token: Token, row: Float32s | None, eng
 
 
 def last_response(request: GptRequest) -> ResponseTensors:
-    """The end of a stream that was stopped between two tokens."""
+    """Return the end of a stream that was stopped between two tokens."""
     return ResponseTensors(
         np.zeros((1, 1, 0), np.int32),
         _sequence_length(len(request.prompt) + request.num_sent),

@@ -64,7 +64,7 @@ class Reach:
         return block if block > self.kept else 0
 
     def needs(self, block: int, first_needed: int) -> bool:
-        """Whether a sequence still attends to a block when its window begins at block `first_needed`."""
+        """Return whether a sequence still attends to a block when its window begins at block `first_needed`."""
         return block >= first_needed or block < self.kept
 
 

@@ -338,7 +338,7 @@ def check_removal(tables: BlockTables, seq_id: int, p0: int, p1: int) -> None:
 
 
 def check_end(tables: BlockTables, seq_id: int, length: int) -> None:
-    """The sequence still has all that a token at position `length` attends to."""
+    """Check that the sequence still has all positions that a token at position `length` attends to."""
     shortest = shortest_prefix(tables, tables.sequences[seq_id])
     if 0 < length < shortest:
         raise BatchError(
@@ -348,7 +348,7 @@ def check_end(tables: BlockTables, seq_id: int, length: int) -> None:
 
 
 def shortest_prefix(tables: BlockTables, sequence: KVSequence) -> int:
-    """The fewest positions, at least 1, after which the sequence could still go on."""
+    """Return the fewest positions, at least 1, after which the sequence could still continue."""
     evicted = ((sequence.evicted[group], window) for group, window in tables.windows)
     return max((count * tables.block_size + window - 1 for count, window in evicted if count), default=1)
 

@@ -480,7 +480,7 @@ class KVCache:
         return tuple(needed)
 
     def is_writable(self, seq_id: int, length: int) -> bool:
-        """Whether a sequence surely can grow to `length` positions without a new block; False means maybe."""
+        """Return whether a sequence surely can grow to `length` positions without a new block; False means maybe."""
         return length <= sequence_of(self._tables, seq_id).writable
 
     def check_integrity(self) -> None:

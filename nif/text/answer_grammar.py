@@ -27,7 +27,7 @@ TokenId = Callable[[str], int | None]
 
 
 def is_json(format: ToolFormat) -> bool:
-    """Whether calls of this format have JSON arguments, which a schema can restrict."""
+    """Return whether calls of this format have JSON arguments, which a schema can restrict."""
     return format.shape in (Shape.JSON, Shape.NAMED_JSON, Shape.NUMBERED)
 
 

@@ -109,7 +109,7 @@ class StopMatcher:
                     self._found, self._word = start, word
 
     def _settled(self, end: int) -> bool:
-        """Whether no partial match begins before the found match."""
+        """Return whether no partial match begins before the found match."""
         assert self._found is not None
         found = self._found
         return all(

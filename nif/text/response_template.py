@@ -176,7 +176,7 @@ class TemplateReader:
         return self._handed_on(lambda: self._parser.feed(piece))
 
     def finish(self) -> Parts:
-        """The rest; the answer has ended."""
+        """End the answer, and return the rest of its parts."""
         if self._slow is not None:
             return self._slow.finish()
         if not self._by_character:

@@ -265,7 +265,7 @@ class Tokenizer:
         return self.thinking_tags is not None
 
     def template_reads(self, name: str) -> bool:
-        """Whether the chat template names a variable. It may name another thing so; then the variable has no effect."""
+        """Return whether the chat template has this name. With another meaning the variable has no effect."""
         return self.has_chat_template and name in self._template()
 
     def find_in_template(self, pattern: re.Pattern[str]) -> re.Match[str] | None:

@@ -73,7 +73,7 @@ class MessageFields(CountFields, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def read_message(body: dict[str, Any], reader: Fields | None = None) -> HTTPRequest:
-    """The request in a body for /v1/messages.
+    """Return the request in a body for /v1/messages.
 
     Args:
         reader: remembers which fields are ignored.
@@ -103,7 +103,7 @@ def read_message(body: dict[str, Any], reader: Fields | None = None) -> HTTPRequ
     params |= thinking.result(params.get("chat_template_kwargs"))
     last = params["messages"][-1] if params["messages"] else {}
     if last.get("role") == "assistant" and last["content"] and "tool_calls" not in last:
-        params["continue_final_message"] = True  # an answer that the caller has begun
+        params["continue_final_message"] = True  # the caller has begun the answer
     names_of_choice = ("type", "name", "disable_parallel_tool_use")
     choice = reader.take(fields.tool_choice or {"type": "auto"}, names_of_choice, "tool_choice")
     if choice.pop("disable_parallel_tool_use", False):
@@ -166,7 +166,7 @@ def _conversation(fields: CountFields, reader: Fields) -> tuple[dict[str, Any], 
 
 
 def _system(system: str | list[dict[str, Any]], reader: Fields) -> str:
-    """The system prompt. A header for billing that is the first block becomes a line, which the Batcher takes out."""
+    """Return the system prompt. A billing header in the first block becomes a line, which the Batcher removes."""
     text = _text(system, "system", reader)
     first = _text(system[:1], "system", reader) if isinstance(system, list) else text
     is_line = first.endswith("\n") or not first.startswith(BILLING_HEADER)
@@ -183,9 +183,9 @@ def _tool(tool: dict[str, Any], path: str, reader: Fields) -> dict[str, Any]:
 
 
 def _turns(message: dict[str, Any], path: str, reader: Fields) -> list[tuple[dict[str, Any], dict[str, str]]]:
-    """A message as turns: the results of tools are turns of their own, in front of what else is said.
+    """Return a message as turns: the results of tools are separate turns, in front of the rest of the message.
 
-    Each with the caller's names of it and of its parts, the longest first.
+    Each turn comes with the caller's names of the turn and of its parts, the longest first.
     """
     turn = reader.take(message, ("role", "content"), path)
     role, content = turn.get("role"), turn.get("content")
@@ -239,7 +239,7 @@ def _text(content: object, path: str, reader: Fields) -> str:
 
 
 def _block(block: object, path: str, reader: Fields) -> str:
-    """The text of a block of text."""
+    """Return the text of a text block."""
     text = block.get("text") if isinstance(block, dict) and block.get("type") == "text" else None
     if not isinstance(block, dict) or not isinstance(text, str):
         raise InvalidRequest(path, "only text is understood")

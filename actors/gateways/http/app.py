@@ -340,7 +340,7 @@ class ServiceRoutes:
         self._created = int(time.time())
 
     async def models(self, request: Request) -> Response:
-        """The list of models."""
+        """Return the list of models."""
         cards = [self._card(card) for card in await self._calls.models()]
         return JSON({"object": "list", "data": cards})
 
@@ -361,7 +361,7 @@ class ServiceRoutes:
         return shown
 
     async def to_tokens(self, request: Request) -> Response:
-        """The token ids of a text or of messages."""
+        """Return the token ids of a text or of messages."""
         reader = self._new_fields()
         body = reader.read(decode_json(request.state.body), TokenizeBody)
         card = await self._calls.known_model(body.model, request.state.caller)
@@ -397,7 +397,7 @@ class ServiceRoutes:
         return JSON({"input_tokens": len(token_ids)}, headers=reader.headers)
 
     async def to_text(self, request: Request) -> Response:
-        """The text of token ids."""
+        """Return the text of token ids."""
         reader = self._new_fields()
         body = reader.read(decode_json(request.state.body), DetokenizeBody)
         card = await self._calls.model(body.model)
@@ -487,7 +487,7 @@ def make_app(
     strict: bool = False,
     batches: BatchRunner | None = None,
 ) -> ASGIApp:
-    """The ASGI application.
+    """Return the ASGI application of the endpoints.
 
     Args:
         calls: calls the service.

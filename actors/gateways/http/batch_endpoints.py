@@ -66,7 +66,7 @@ class BatchEndpoints:
         return JSON(_shown_file(await self._store.run(add, _owner(request), name[:256], purpose, content)))
 
     async def files(self, request: Request) -> Response:
-        """The caller's files, the newest first."""
+        """Return the caller's files, the newest first."""
         files = await self._store.run(self._store.files, _owner(request))
         return JSON(_page([_shown_file(file) for file in files], request))
 
@@ -75,7 +75,7 @@ class BatchEndpoints:
         return JSON(_shown_file(await self._store.run(self._store.file, _owner(request), request.path_params["id"])))
 
     async def content(self, request: Request) -> Response:
-        """A file's content."""
+        """Return a file's content."""
         stored = await self._store.run(self._store.file, _owner(request), request.path_params["id"])
         content = await self._store.run(self._store.path(stored.id).read_bytes)
         return Response(content, media_type="application/octet-stream")
@@ -112,7 +112,7 @@ class BatchEndpoints:
         return JSON(_shown_batch(batch))
 
     async def batches(self, request: Request) -> Response:
-        """The caller's batches, the newest first."""
+        """Return the caller's batches, the newest first."""
         batches = await self._store.run(self._store.batches, _owner(request))
         return JSON(_page([_shown_batch(batch) for batch in batches], request))
 
@@ -161,7 +161,7 @@ async def _form(request: Request) -> FormData:
 
 
 def _page(entries: Sequence[dict[str, Any]], request: Request) -> dict[str, Any]:
-    """A part of a list, by OpenAI's `limit` and `after`.
+    """Return a part of a list, by OpenAI's `limit` and `after`.
 
     Raises:
         InvalidRequest: `limit` is no number, or is too large.

@@ -295,7 +295,7 @@ class _Evaluation:
         return batch.output_file_id, batch.error_file_id
 
     def _read_answers(self, file_id: str) -> set[str]:
-        """The lines that an earlier run answered; a last line that a kill cut short is taken away."""
+        """Return the lines that an earlier run answered; remove a last line that a kill has cut short."""
         path = self._store.path(file_id)
         data = path.read_bytes()
         whole = data[: data.rfind(b"\n") + 1]
@@ -324,7 +324,7 @@ class _Evaluation:
 
 
 def read_lines(store: BatchStore, batch: Batch) -> tuple[list[tuple[int, BatchLine]], list[dict[str, Any]]]:
-    """A batch's requests with their line numbers, from 1, and what is wrong with the others."""
+    """Return a batch's requests with their line numbers, from 1, and the faults of the other lines."""
     lines: list[tuple[int, BatchLine]] = []
     errors: list[dict[str, Any]] = []
     seen: set[str] = set()

@@ -275,12 +275,12 @@ class BatchStore:
         return (self._unsaved.get(batch.id, batch) for batch in _all(self._batches, Batch))
 
     def result_file(self, batch: Batch, kind: str) -> str:
-        """The id of a new, empty file for a batch's answers or errors."""
+        """Return the id of a new, empty file for a batch's answers or errors."""
         return self.add_file(batch.owner, f"{batch.id}_{kind}.jsonl", "batch_output", b"").id
 
 
 def new_batch_id() -> str:
-    """An id that no batch has."""
+    """Return an id that no batch has."""
     return _new_id("batch_")
 
 

@@ -364,7 +364,7 @@ def _put(put: Callable[[int, Token], None], first_choice: int, token: Token) -> 
 
 
 def _finished(result: Result) -> Result:
-    """The result that the client gets.
+    """Return the result that the client gets.
 
     An answer that a drain or the caller's own deadline has cut ends as one that its length has cut.
 

@@ -146,7 +146,7 @@ class HTTPConnection:
     # One request
 
     async def _serve_request(self) -> bool:
-        """Whether the connection may be kept."""
+        """Return whether the connection may be kept."""
         try:
             request = await self._next_request()
             self._waiting = None

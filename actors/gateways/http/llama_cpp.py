@@ -93,7 +93,7 @@ class InfillFields(_LlamaFields, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def read_llama_completion(body: dict[str, Any], reader: Fields) -> HTTPRequest:
-    """The request in a body for /completion.
+    """Return the request in a body for /completion.
 
     Raises:
         InvalidRequest: with the path of the first fault.
@@ -104,7 +104,7 @@ def read_llama_completion(body: dict[str, Any], reader: Fields) -> HTTPRequest:
 
 
 def read_infill(body: dict[str, Any], reader: Fields) -> HTTPRequest:
-    """The request in a body for /infill; raises as `read_llama_completion`."""
+    """Return the request in a body for /infill; raises as `read_llama_completion`."""
     fields = reader.read(body, InfillFields)
     snippets = []
     for index, extra in enumerate(fields.input_extra):

@@ -147,7 +147,7 @@ class OllamaShowFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 def read_ollama_chat(body: dict[str, Any], reader: Fields) -> HTTPRequest:
-    """The request in a body for /api/chat.
+    """Return the request in a body for /api/chat.
 
     Raises:
         InvalidRequest: with the path of the first fault.
@@ -174,7 +174,7 @@ def read_ollama_chat(body: dict[str, Any], reader: Fields) -> HTTPRequest:
 
 
 def read_ollama_generate(body: dict[str, Any], reader: Fields) -> HTTPRequest:
-    """The request in a body for /api/generate; raises as `read_ollama_chat`."""
+    """Return the request in a body for /api/generate; raises as `read_ollama_chat`."""
     fields = reader.read(body, OllamaGenerateFields)
     if fields.images:
         raise InvalidRequest("images", "only text is understood")
@@ -197,7 +197,7 @@ def read_ollama_generate(body: dict[str, Any], reader: Fields) -> HTTPRequest:
 
 
 def _request(fields: OllamaFields, params: dict[str, Any], names: dict[str, str], **more: Any) -> HTTPRequest:
-    """The request of a body; `more` are further arguments of HTTPRequest."""
+    """Return the request of a body; `more` are further arguments of HTTPRequest."""
     return HTTPRequest(
         model=plain_name(fields.model),
         requests=[build_request(params, names)],
@@ -213,7 +213,7 @@ _PART = r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)"
 
 
 def seconds_of(keep_alive: str | float | None) -> float | None:
-    """The seconds of a number, or of a duration as Go writes it, such as "1h30m"; -1 for any negative one.
+    """Return the seconds of a number, or of a duration in Go's notation, such as "1h30m"; -1 for a negative one.
 
     Raises:
         InvalidRequest: it is neither.
@@ -235,12 +235,12 @@ def seconds_of(keep_alive: str | float | None) -> float | None:
 
 
 def plain_name(name: str) -> str:
-    """The model's name without Ollama's default tag."""
+    """Return the model's name without Ollama's default tag."""
     return name.removesuffix(_LATEST)
 
 
 def _drawing(fields: OllamaFields) -> dict[str, Any]:
-    """The parameters that both endpoints have."""
+    """Return the parameters that both endpoints have."""
     options = fields.options or OllamaOptions()
     params = llama_params(options, None if options.num_predict in (-1, -2) else options.num_predict)
     if isinstance(fields.format, dict):
@@ -269,7 +269,7 @@ _MESSAGE_FIELDS = ("role", "content", "thinking", "tool_calls", "tool_call_id", 
 
 
 def _turns(messages: Sequence[dict[str, Any]], reader: Fields) -> list[dict[str, Any]]:
-    """The turns of a conversation. Ollama's calls may have no ids, so answers are matched by name and by order."""
+    """Return the turns of a conversation. Ollama's calls may have no ids: answers are matched by name and order."""
     turns = []
     open_calls: list[tuple[str, str]] = []  # id and name of calls that have no answer yet
     for index, message in enumerate(messages):
@@ -503,7 +503,7 @@ class OllamaModels:
         return JSON({"models": [self._row(card) for card in await self._calls.models()]})
 
     async def ps(self, request: Request) -> Response:
-        """The loaded models, with their size and with when each is unloaded: for most at the end of the service."""
+        """Return the loaded models, with their sizes and the time at which each is unloaded."""
         stats = await self._calls.stats(request.state.caller)
         by_model = stats.get("by_model", {})
         rows = []

@@ -167,7 +167,7 @@ _SAME_NAME = (
 
 
 def read_chat(body: dict[str, Any], reader: Fields | None = None) -> HTTPRequest:
-    """The request in a body for /v1/chat/completions.
+    """Return the request in a body for /v1/chat/completions.
 
     Args:
         reader: remembers which fields are ignored.
@@ -310,7 +310,7 @@ def _choice(choice: str | dict[str, Any]) -> str | dict[str, Any]:
 
 
 def read_completion(body: dict[str, Any], reader: Fields | None = None) -> HTTPRequest:
-    """The request in a body for /v1/completions; raises as `read_chat`."""
+    """Return the request in a body for /v1/completions; raises as `read_chat`."""
     fields = (reader or Fields()).read(body, CompletionFields)
     params = {"max_tokens": DEFAULT_COMPLETION_TOKENS} | _shared(fields)
     if fields.best_of not in (None, fields.n or 1):
@@ -334,7 +334,7 @@ def read_completion(body: dict[str, Any], reader: Fields | None = None) -> HTTPR
 
 
 def read_fim(body: dict[str, Any], reader: Fields | None = None) -> HTTPRequest:
-    """The request in a body for /v1/fim/completions; raises as `read_chat`. The answer has the shapes of a chat."""
+    """Return the request in a body for /v1/fim/completions; raises as `read_chat`. Its answer is a chat's."""
     fields = (reader or Fields()).read(body, FimFields)
     params = _shared(fields) | {"prompt": fields.prompt}
     if fields.random_seed is not None:
@@ -346,7 +346,7 @@ def read_fim(body: dict[str, Any], reader: Fields | None = None) -> HTTPRequest:
 
 
 def _request(fields: GenerationFields, params: list[dict[str, Any]], names: dict[str, str], **more: Any) -> HTTPRequest:
-    """The request of a body; `more` are further arguments of HTTPRequest."""
+    """Return the request of a body; `more` are further arguments of HTTPRequest."""
     if fields.stream_options is not None and not fields.stream:
         raise InvalidRequest("stream_options", "needs stream to be true")
     if fields.prompt_logprobs is not None and fields.stream:
@@ -371,7 +371,7 @@ def _request(fields: GenerationFields, params: list[dict[str, Any]], names: dict
 
 
 def _shared(fields: GenerationFields) -> dict[str, Any]:
-    """The parameters that the three endpoints have."""
+    """Return the parameters that the three endpoints have."""
     params = set_fields(fields, _SAME_NAME)
     if fields.top_k == -1:  # vLLM's way to say "off"
         params["top_k"] = 0

@@ -125,7 +125,7 @@ class Conversations:
 def read_response(
     body: dict[str, Any], conversations: Conversations, owner: str, reader: Fields | None = None
 ) -> HTTPRequest:
-    """The request in a body for /v1/responses.
+    """Return the request in a body for /v1/responses.
 
     Args:
         owner: the owner of the conversations that this request may continue.
@@ -225,7 +225,7 @@ Namespaces = dict[str, tuple[str, str]]
 def _read_tools(
     tools: list[dict[str, Any]], names: dict[str, str], reader: Fields, allowed: AllowedTools | None
 ) -> tuple[list[dict[str, Any]], Namespaces, frozenset[str]]:
-    """The functions among the tools, which of them are in a namespace, and the names of those that are custom tools.
+    """Return the functions among the tools, the namespaces of some of them, and the names of the custom tools.
 
     A function keeps its name. Where several have the same one, the namespace's name is put in front of it.
     `names` gets the caller's names of the functions, by ours.
@@ -279,7 +279,7 @@ def read_items(
     reader: Fields | None = None,
     namespaces: Namespaces | None = None,
 ) -> list[dict[str, Any]]:
-    """The turns in a list of input items; raises as `read_response`.
+    """Return the turns in a list of input items; raises as `read_response`.
 
     Args:
         names: gets the caller's names of the turns, by ours.

@@ -50,7 +50,7 @@ class TokenTexts:
                 self._known[token_id] = await self._detokenize(token_id)
 
     def __getitem__(self, token_id: int) -> str:
-        """The text, with U+FFFD in the place of an incomplete character; empty for special tokens."""
+        """Return the text, with U+FFFD in the place of an incomplete character; empty for special tokens."""
         return self._known[token_id]
 
 
