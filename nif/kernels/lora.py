@@ -116,7 +116,7 @@ def _expand_kernel(
     if owner >= 0:
         count = tl.load(ranks_ptr + owner)
         matrix = tl.load(b_ptr + owner).to(tl.pointer_type(tl.float32))
-        for start in range(0, ranks_pad, RANKS):
+        for start in range(0, count, RANKS):
             ranks = start + tl.arange(0, RANKS)
             there = ranks < count
             h = tl.load(h_ptr + row * ranks_pad + ranks, mask=there, other=0.0)

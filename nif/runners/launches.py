@@ -28,6 +28,7 @@ from genbatch.nif.engine_options import GraphKey, GraphOptions
 from genbatch.nif.kernels.sample import NONE
 from genbatch.nif.runner import BatchLimits, Launched
 from genbatch.nif.runners.block_transfer import SideStream
+from genbatch.nif.runners.device_lora import DeviceLora, LoraTables
 from genbatch.nif.runners.lean_llama import Products
 from genbatch.nif.runners.tensor_batch import TensorBatch
 from genbatch.nif.sampling.device_draws import LateDraws
@@ -41,6 +42,7 @@ class DecodeStep:
 
     batch: TensorBatch  # an input id below 0 means the token that the previous step drew in the same row
     draws: torch.Tensor  # [R, NUM_PARAMS] float64, see DrawTable
+    adapters: torch.Tensor | None = None  # [R] int32, see `DeviceLora.numbers`
 
 
 _ALIGNMENT = 16  # bytes; lets kernels use their widest loads
@@ -78,7 +80,8 @@ class BatchUpload:
                 in the buffer, because a captured graph reads from fixed addresses.
         """
         draws, *parts = self._send(_step_tensors(step), into)
-        return DecodeStep(_rebuilt(step.batch, parts), draws)
+        adapters = None if step.adapters is None else parts.pop(0)
+        return DecodeStep(_rebuilt(step.batch, parts), draws, adapters)
 
     def _send(self, parts: Sequence[torch.Tensor], into: torch.Tensor | None) -> list[torch.Tensor]:
         """Copy the tensors to the device, into the buffer `into`; None allocates a buffer."""
@@ -114,7 +117,7 @@ def tables_offset(step: DecodeStep) -> int:
 
 
 def _step_tensors(step: DecodeStep) -> list[torch.Tensor]:
-    return [step.draws, *_tensors(step.batch)]
+    return [step.draws, *([] if step.adapters is None else [step.adapters]), *_tensors(step.batch)]
 
 
 def _tensors(batch: TensorBatch) -> list[torch.Tensor]:
@@ -169,12 +172,9 @@ _WARM_UP_RUNS = 2  # kernels compile and libraries allocate workspaces before an
 def graph_key(batch: TensorBatch, options: GraphOptions, longest: int) -> GraphKey | None:
     """Return the key of the graph that serves a batch, or None.
 
-    A graph serves only batches of one token per row with logits for each row. A batch with adapters has no graph,
-    because the adapters are no input of a graph.
+    A graph serves only batches of one token per row with logits for each row.
     """
     num_tokens = len(batch.input_ids)
-    if batch.adapters is not None:
-        return None
     if batch.max_query_len != 1 or len(batch.logit_rows) != num_tokens:
         return None
     if not torch.equal(batch.logit_rows, torch.arange(num_tokens)):
@@ -208,14 +208,25 @@ def pad_decodes(batch: TensorBatch, key: GraphKey, block_size: int) -> TensorBat
 
 
 def pad_step(step: DecodeStep, key: GraphKey, block_size: int) -> DecodeStep:
-    """Pad a step as `pad_decodes` does; padding rows draw greedily."""
+    """Pad a step as `pad_decodes` does; padding rows draw greedily and have no adapter."""
     missing = key.num_tokens - len(step.draws)
-    return DecodeStep(pad_decodes(step.batch, key, block_size), torch.nn.functional.pad(step.draws, (0, 0, 0, missing)))
+    pad = torch.nn.functional.pad
+    return DecodeStep(
+        pad_decodes(step.batch, key, block_size),
+        pad(step.draws, (0, 0, 0, missing)),
+        None if step.adapters is None else pad(step.adapters, (0, missing), value=-1),
+    )
 
 
-def empty_step(key: GraphKey, num_groups: int, block_size: int) -> DecodeStep:
-    """Return a step of padding rows only, for a capture."""
-    return pad_step(DecodeStep(empty_batch(key.kv_len, num_groups, block_size), _greedy(0)), key, block_size)
+def empty_step(key: GraphKey, num_groups: int, block_size: int, *, adapted: bool = False) -> DecodeStep:
+    """Return a step of padding rows only, for a capture.
+
+    Args:
+        adapted: whether the step says which adapter a row has.
+    """
+    batch = empty_batch(key.kv_len, num_groups, block_size)
+    adapters = torch.empty(0, dtype=torch.int32) if adapted else None
+    return pad_step(DecodeStep(batch, _greedy(0), adapters), key, block_size)
 
 
 def empty_batch(kv_len: int, num_groups: int, block_size: int) -> TensorBatch:
@@ -294,6 +305,11 @@ class GraphCache:
         self._graphs.move_to_end(key)
         return graph
 
+    def clear(self) -> None:
+        """Drop every graph."""
+        while self._graphs:
+            self._drop_oldest()
+
     def _drop_oldest(self) -> None:
         # A separate function drops its references at return; a live reference would keep the graph's memory in use.
         _, oldest = self._graphs.popitem(last=False)
@@ -315,6 +331,8 @@ class DecodeGraphs:
         limits: the pool's and the model's limits.
         place: where graphs are captured.
         products: those that `decode` can take.
+        lora: the adapters. Steps with adapters have graphs of their own, which are captured when they are first used,
+            and again when other tables have taken the place of those that they read.
     """
 
     def __init__(
@@ -326,6 +344,7 @@ class DecodeGraphs:
         limits: BatchLimits,
         place: "CapturePlace",
         products: Sequence[Products] = (),
+        lora: DeviceLora | None = None,
     ) -> None:
         self._options = options
         self._decode = decode
@@ -335,7 +354,9 @@ class DecodeGraphs:
         self._upload = upload
         self._limits = limits
         self._place = place
+        self._lora = lora
         self.cache = GraphCache(self._capture, options.max_cached_graphs)
+        self._adapted: tuple[LoraTables, GraphCache] | None = None
 
     def warm_up(self) -> None:
         """Capture every configured size now, so that no request waits for a capture."""
@@ -355,12 +376,25 @@ class DecodeGraphs:
         key = graph_key(step.batch, self._options, self._limits.max_position)
         if key is None:
             return None
-        return self.cache.get(key), pad_step(step, key, self._limits.block_size)
+        cache = self.cache if step.adapters is None else self._adapted_cache()
+        return cache.get(key), pad_step(step, key, self._limits.block_size)
+
+    def _adapted_cache(self) -> GraphCache:
+        """Return the graphs of steps with adapters, which read the tables of now."""
+        assert self._lora is not None
+        tables = self._lora.tables
+        if self._adapted is None or self._adapted[0] is not tables:
+            if self._adapted is not None:
+                self._adapted[1].clear()
+            capture = partial(self._capture_adapted, tables)
+            self._adapted = tables, GraphCache(capture, self._options.max_cached_graphs)
+        return self._adapted[1]
 
     def run(self, batch: TensorBatch) -> torch.Tensor | None:
         """Run a batch through its graph; returns logits [T, vocab_size], or None if no graph applies."""
         num_tokens = len(batch.input_ids)
-        found = self.find(DecodeStep(batch, _greedy(num_tokens)))
+        adapters = None if self._lora is None else self._lora.numbers(batch.adapters)
+        found = self.find(DecodeStep(batch, _greedy(num_tokens), adapters))
         if found is None:
             return None
         graph, step = found
@@ -378,6 +412,14 @@ class DecodeGraphs:
         else:  # a longer size of the same number of rows is captured while a request waits
             products = self._faster.get(key.num_tokens)
             graph = CapturedStep(sample, partial(self._decode, products=products), self._upload, self._place)
+        self._drawn.copy_(drawn)
+        return graph
+
+    def _capture_adapted(self, tables: LoraTables, key: GraphKey) -> Replayable:
+        sample = empty_step(key, len(self._limits.num_blocks), self._limits.block_size, adapted=True)
+        drawn = self._drawn.clone()
+        decode = partial(self._decode, products=self._faster.get(key.num_tokens), tables=tables)
+        graph = CapturedStep(sample, decode, self._upload, self._place)
         self._drawn.copy_(drawn)
         return graph
 

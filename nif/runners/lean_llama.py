@@ -9,12 +9,9 @@ each launch adds to its time. Steps of many rows use the library's matrix produc
 
 Packed weights are unpacked for the library, one product at a time. Which path is faster for the decodes of a captured
 graph is measured at the start (`DecodeGraphs`). Batch-invariant outputs always take the first path.
-
-DeviceLora holds the adapters for this loop, merged like the projections. In steps of few rows a kernel reads each
-row's adapter. In steps of many rows the library computes one pair of products for each adapter's rows.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -36,138 +33,15 @@ from genbatch.nif.kernels.linear import (
     pack,
     unpacked,
 )
-from genbatch.nif.kernels.lora import LoraParts, NormedRows, lora_delta
+from genbatch.nif.kernels.lora import NormedRows
 from genbatch.nif.kernels.paged_attention import AttentionSetting, SharePlan, paged_attention, plan_shares
 from genbatch.nif.kernels.sample import next_tokens
-from genbatch.nif.runner import LoraAdapter, LoraLinear
 from genbatch.nif.runners.attention import LayerPool
+from genbatch.nif.runners.device_lora import DOWN, GATE_UP, OUT, QKV, LoraRows, zero_adapter
 from genbatch.nif.runners.tensor_batch import TensorBatch
 
 if TYPE_CHECKING:
     from genbatch.nif.models.loaded_model import Model
-
-
-QKV, OUT, GATE_UP, DOWN = range(4)
-_MODULES = {
-    QKV: ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    OUT: ("self_attn.o_proj",),
-    GATE_UP: ("mlp.gate_proj", "mlp.up_proj"),
-    DOWN: ("mlp.down_proj",),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class _Pair:
-    """An adapter's matrices for one merged projection."""
-
-    a: torch.Tensor  # [ranks, inputs] float32
-    b: torch.Tensor  # [outputs, ranks] float32, scaled
-
-
-_Pairs = Mapping[tuple[int, int], _Pair]  # by layer and place
-
-
-class DeviceLora:
-    """Holds the adapters on the device.
-
-    Args:
-        model: of the Llama family.
-    """
-
-    def __init__(self, model: "Model") -> None:
-        self._device = model.torch_device
-        modules = dict(model.hf.named_modules())
-        self._sizes = {name: one.out_features for name, one in modules.items() if isinstance(one, torch.nn.Linear)}
-        self._num_layers = len(model.layers)
-        self._pairs: dict[int, _Pairs] = {}  # by handle
-        self._last: tuple[tuple[int, ...], LoraRows] | None = None  # a run's steps have the same rows
-
-    def add(self, adapter: LoraAdapter) -> None:
-        """See `AdaptingRunner.add_adapter`."""
-        pairs: dict[tuple[int, int], _Pair] = {}
-        for layer in range(self._num_layers):
-            for place, names in _MODULES.items():
-                modules = [f"model.layers.{layer}.{name}" for name in names]
-                linears = [adapter.linears.get(module) for module in modules]
-                if any(linear is not None for linear in linears):
-                    pairs[layer, place] = self._merged(linears, [self._sizes[module] for module in modules])
-        self._pairs[adapter.handle] = pairs
-
-    def drop(self, adapter: LoraAdapter) -> None:
-        """See `AdaptingRunner.drop_adapter`."""
-        del self._pairs[adapter.handle]
-        self._last = None
-
-    def rows(self, adapters: torch.Tensor | None) -> "LoraRows | None":
-        """Return the adapters of a step's rows; None if no row has an adapter.
-
-        Args:
-            adapters: [T] int64 on the CPU; see TensorBatch.
-        """
-        if adapters is None:
-            return None
-        handles = tuple(adapters.tolist())
-        if self._last is None or self._last[0] != handles:
-            named = sorted({*handles} - {0})
-            place_of = {handle: place for place, handle in enumerate(named)} | {0: -1}
-            owners = torch.tensor([place_of[handle] for handle in handles], dtype=torch.int32)
-            self._last = handles, LoraRows([self._pairs[handle] for handle in named], owners, self._device)
-        return self._last[1]
-
-    def _merged(self, linears: Sequence[LoraLinear | None], sizes: Sequence[int]) -> _Pair:
-        ranks = sum(linear.rank for linear in linears if linear is not None)
-        b = torch.zeros((sum(sizes), ranks))
-        row = rank = 0
-        for part, size in zip(linears, sizes, strict=True):
-            if part is not None:
-                b[row : row + size, rank : rank + part.rank] = torch.from_numpy(part.b) * part.scale
-                rank += part.rank
-            row += size
-        a = torch.cat([torch.from_numpy(linear.a) for linear in linears if linear is not None])
-        return _Pair(a.to(self._device), b.to(self._device))
-
-
-class LoraRows:
-    """The adapters of a step's rows.
-
-    Args:
-        pairs: the matrices of each adapter in the step.
-        owners: [R] int32 on the CPU, each row's index into `pairs`, -1 for a row without an adapter.
-        device: the step's device.
-    """
-
-    def __init__(self, pairs: Sequence[_Pairs], owners: torch.Tensor, device: torch.device) -> None:
-        self._pairs = pairs
-        self._device = device
-        self._owners = owners.to(device, non_blocking=True)
-        self._rows = [(owners == place).nonzero()[:, 0].to(device) for place in range(len(pairs))]
-        self._parts: dict[tuple[int, int], LoraParts | None] = {}
-
-    def delta(self, layer: int, place: int, x: NormedRows, width: int) -> torch.Tensor | None:
-        """Return the adapters' addend to a product of few rows, [R, width] float32; None if there is none."""
-        key = layer, place
-        if key not in self._parts:
-            self._parts[key] = self._gathered(key)
-        parts = self._parts[key]
-        return None if parts is None else lora_delta(x, self._owners, parts, width)
-
-    def add_to(self, layer: int, place: int, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Add the adapters' products to `out`, the product of many rows `x`, in place; returns `out`."""
-        for pairs, rows in zip(self._pairs, self._rows, strict=True):
-            pair = pairs.get((layer, place))
-            if pair is not None and len(rows):
-                added = x[rows].float() @ pair.a.T @ pair.b.T
-                out[rows] = (out[rows].float() + added).to(out.dtype)
-        return out
-
-    def _gathered(self, key: tuple[int, int]) -> LoraParts | None:
-        pairs = [one.get(key) for one in self._pairs]
-        ranks = [0 if pair is None else len(pair.a) for pair in pairs]
-        if not any(ranks):
-            return None
-        places = [(0, 0) if pair is None else (pair.a.data_ptr(), pair.b.data_ptr()) for pair in pairs]
-        a, b = torch.tensor(places, dtype=torch.int64).T.contiguous().to(self._device)
-        return LoraParts(a, b, torch.tensor(ranks, dtype=torch.int32).to(self._device), max(ranks))
 
 
 _FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -206,6 +80,10 @@ class LeanStep:
     )
     out: torch.Tensor | None = None  # [R, vocab_size] float32, receives the logits; None allocates a new tensor
     products: Products | None = None  # None takes those that suit the number of rows
+
+
+def _projections_of(layer: _Layer) -> list[tuple[int, PackedWeight]]:
+    return [(QKV, layer.qkv), (OUT, layer.attention_out), (GATE_UP, layer.gate_up), (DOWN, layer.mlp_out)]
 
 
 def why_not_lean(model: "Model") -> str | None:
@@ -300,18 +178,11 @@ class LeanLlama:
         # The library reads unpacked weights as fast as our products do, and uses larger tiles for prompts.
         return len(step.batch.input_ids) <= _FEW_ROWS and (self._bits > 0 or step.batch.max_query_len == 1)
 
-    def empty_lora(self, num_rows: int) -> LoraRows:
+    def empty_lora(self, num_rows: int, *, by_tables: bool) -> LoraRows:
         """Return rows with a zero adapter on every projection of every layer, for the warm-up."""
-        device, layer = self._embedding.device, self._layers[0]
-        weights = {QKV: layer.qkv, OUT: layer.attention_out, GATE_UP: layer.gate_up, DOWN: layer.mlp_out}
-        pairs = {
-            place: _Pair(
-                torch.zeros((1, weight.num_inputs), device=device), torch.zeros((weight.num_outputs, 1), device=device)
-            )
-            for place, weight in weights.items()
-        }
-        everywhere = {(index, place): pair for index in range(len(self._layers)) for place, pair in pairs.items()}
-        return LoraRows([everywhere], torch.zeros(num_rows, dtype=torch.int32), device)
+        layer = self._layers[0]
+        widths = {place: (weight.num_inputs, weight.num_outputs) for place, weight in _projections_of(layer)}
+        return zero_adapter(len(self._layers), widths, num_rows, self._embedding.device, by_tables=by_tables)
 
     def _by_own_products(self, step: LeanStep, plans: "Sequence[SharePlan]", out: torch.Tensor) -> None:
         """Run the step with our own products."""

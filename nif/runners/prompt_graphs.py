@@ -122,7 +122,7 @@ def pad_prompts(batch: TensorBatch, num_tokens: int, num_entries: int, limits: B
 def input_size(options: GraphOptions, limits: BatchLimits) -> int:
     """Return the bytes of the largest packed step that the options capture."""
     largest = GraphKey(options.max_batch_size, limits.max_position)
-    steps = [empty_step(largest, len(limits.num_blocks), limits.block_size)]
+    steps = [empty_step(largest, len(limits.num_blocks), limits.block_size, adapted=True)]
     steps += [empty_prompt(num_tokens, options.max_batch_size, limits) for num_tokens in options.prompt_sizes()[-1:]]
     return max(map(packed_size, steps))
 

@@ -20,16 +20,9 @@ from genbatch.nif.kernels.sample import draw_tokens, next_tokens
 from genbatch.nif.runner import BatchLimits, Content, Launched, LoraAdapter, RaggedBatch, Rows, check_batch
 from genbatch.nif.runners.attention import AttentionCall, LayerPool
 from genbatch.nif.runners.block_transfer import BlockTransfer
+from genbatch.nif.runners.device_lora import DeviceLora, LoraRows, LoraTables
 from genbatch.nif.runners.launches import BatchUpload, CapturePlace, DecodeGraphs, DecodeStep, Launches
-from genbatch.nif.runners.lean_llama import (
-    DeviceLora,
-    LeanLlama,
-    LeanStep,
-    LoraRows,
-    Products,
-    plan_groups,
-    why_not_lean,
-)
+from genbatch.nif.runners.lean_llama import LeanLlama, LeanStep, Products, plan_groups, why_not_lean
 from genbatch.nif.runners.prompt_graphs import PromptGraphs, input_size, most_logit_rows
 from genbatch.nif.runners.tensor_batch import TensorBatch, rows_of, tensors
 from genbatch.nif.runners.torch_runner import LoraHooks
@@ -152,7 +145,7 @@ class TritonRunner:
         shared += _CUBLAS_WORKSPACE + unpacked  # for the capture stream, and for the graphs
         options = self._graph_options
         sizes = options.prompt_sizes() if self._lean is not None else []
-        num_graphs = len(options.row_sizes()) + len(sizes)
+        num_graphs = 2 * len(options.row_sizes()) + len(sizes)  # with adapters and without
         limits = BatchLimits((0,) * len(self.groups), block_size, self.vocab_size, self._longest)
         # The graphs share one input; a step comes in a buffer of its own, of which there are three.
         shared += 4 * input_size(options, limits)
@@ -202,6 +195,7 @@ class TritonRunner:
                 self._limits,
                 place,
                 () if self._lean is None else self._lean.products,
+                self._lora if isinstance(self._lora, DeviceLora) else None,
             )
             self._graphs.warm_up()
             if self._graph_options.max_prompt_tokens:
@@ -239,11 +233,13 @@ class TritonRunner:
         assert self._limits is not None and self._launches is not None, "a step needs a pool"
         assert len(batch.input_ids) == len(batch.logit_rows) == len(draws), "a decode step draws in every row"
         check_batch(batch, self._limits)
-        return self._launches.launch(DecodeStep(tensors(batch), torch.from_numpy(draws)), after)
+        step = tensors(batch)
+        numbers = self._lora.numbers(step.adapters) if isinstance(self._lora, DeviceLora) else None
+        return self._launches.launch(DecodeStep(step, torch.from_numpy(draws), numbers), after)
 
     @runs_on_device
     def add_adapter(self, adapter: LoraAdapter) -> None:
-        """See `AdaptingRunner`. Steps with adapters run eagerly: no graph is captured with them."""
+        """See `AdaptingRunner`. Decode steps with adapters have graphs of their own; prompts run eagerly."""
         self._lora.add(adapter)
 
     def drop_adapter(self, adapter: LoraAdapter) -> None:
@@ -306,18 +302,18 @@ class TritonRunner:
         assert self._limits is not None
         lean = self._lean
 
-        def lora(num_rows: int, adapted: bool) -> LoraRows | None:
-            return lean.empty_lora(num_rows) if lean is not None and adapted else None
+        def lora(num_rows: int, adapted: bool, by_tables: bool) -> LoraRows | None:
+            return lean.empty_lora(num_rows, by_tables=by_tables) if lean is not None and adapted else None
 
         def evaluate(batch: TensorBatch, adapted: bool) -> object:
             if lean is None:
                 return self._run(batch, False)
-            return lean.forward(LeanStep(batch, self._pools, False, lora(len(batch.input_ids), adapted)))
+            return lean.forward(LeanStep(batch, self._pools, False, lora(len(batch.input_ids), adapted, False)))
 
         WarmUp(
             limits=self._limits,
             device=self._device,
-            decode=lambda step, adapted: self._decode(step, lora(len(step.draws), adapted)),
+            decode=lambda step, adapted: self._decode(step, lora(len(step.draws), adapted, True)),
             evaluate=evaluate,
             storages=self._storages,
             most_rows=len(self._drawn),
@@ -325,14 +321,25 @@ class TritonRunner:
         ).run()
 
     def _decode(
-        self, step: DecodeStep, lora: LoraRows | None = None, *, products: Products | None = None
+        self,
+        step: DecodeStep,
+        lora: LoraRows | None = None,
+        *,
+        products: Products | None = None,
+        tables: LoraTables | None = None,
     ) -> torch.Tensor:
-        """Run one decode step on the device; returns its logits and leaves its tokens there for the next step."""
+        """Run one decode step on the device; returns its logits and leaves its tokens there for the next step.
+
+        Args:
+            tables: the adapters that the step's numbers name; None takes those of now.
+        """
         rows = len(step.draws)
         if self._lean is not None:
             # All graphs and eager steps share one buffer: in one stream a step draws before the next step's logits.
             out = None if self._logits is None or rows > len(self._logits) else self._logits[:rows]
-            lora = lora or self._lean_lora(step.batch)
+            if step.adapters is not None:
+                assert isinstance(self._lora, DeviceLora)
+                lora = LoraRows(tables or self._lora.tables, step.adapters)
             logits = self._lean.forward(LeanStep(step.batch, self._pools, True, lora, self._drawn, out, products))
         else:
             ids = next_tokens(step.batch.input_ids, self._drawn)

@@ -23,7 +23,7 @@ from genbatch.nif.runners.tensor_batch import TensorBatch, to_device
 
 log = logging.getLogger("genbatch")
 
-_ROWS = (1, 17, 33, 65)
+_ROWS = (1, 2, 17, 33, 65)
 """One number of rows for each tile of our own products, and one for the library's."""
 _FEW = 2  # rows of logits that the warm-up edits and reads
 

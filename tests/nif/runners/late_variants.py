@@ -1,6 +1,6 @@
 """Prints the kernel variants that a service would compile after it is ready; a process in which Triton compiles.
 
-python -m tests.nif.runners.late_variants none
+python -m tests.nif.runners.late_variants graphs|eager none|int8|int4
 """
 
 import dataclasses
@@ -52,13 +52,13 @@ def main() -> None:
     with gpu.active():
         model = gpu.model(CONFIG)
         graphs = GraphOptions(max_batch_size=20) if sys.argv[1] == "graphs" else None
-        runner = TritonRunner(model, graphs=graphs, quantize="none")
+        runner = TritonRunner(model, graphs=graphs, quantize=sys.argv[2])
         runner.allocate([100], BLOCK_SIZE)
         ready = set(gpu.variants)
         assert ready, "nothing was warmed"
         for handle in RANKS:
             runner.add_adapter(adapter(handle))
-        for rows in (1, 2, 16, 17, 20, 40, 64, 70):
+        for rows in (1, 2, 9, 16, 17, 20, 40, 64, 70):
             batch = decodes(rows)
             for adapters in (None, np.arange(rows) % 3):
                 named = dataclasses.replace(batch, adapters=adapters)
@@ -72,8 +72,7 @@ def main() -> None:
                     max_query_len=rows,
                 )
                 runner.forward(prompt)
-            draws = np.zeros((rows, 5))
-            runner.launch(batch, draws, None).is_read = True
+                runner.launch(named, np.zeros((rows, 5)), None).is_read = True
         with on_device(model.device):
             logits = torch.zeros((3, CONFIG.vocab_size), device=model.torch_device)
             for number in (1, 3, 16, 40):

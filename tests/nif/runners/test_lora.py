@@ -1,5 +1,6 @@
 """Adapters in every runner: each row of a mixed batch says what PEFT's model says, and what it says alone."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,8 +15,11 @@ from genbatch.nif.models.lora import AdapterLimits, Adapters, LoraAdapter, read_
 from genbatch.nif.models.model import load_model
 from genbatch.nif.native.runner import native_runner
 from genbatch.nif.runner import Entry, Logits, Runner
+from genbatch.nif.runners.device_lora import DeviceLora
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.nif.runners.triton_runner import TritonRunner
+from genbatch.nif.sampling.draw import SamplingParams
+from genbatch.nif.sampling.sampler import Sampled, SamplerState
 from tests.lora_adapters import ALL, PeftOracle, make_adapter
 from tests.nif.native.models import build_native_model
 from tests.nif.tiny_models import build_tokenizer
@@ -104,6 +108,56 @@ def test_each_row_of_a_mixed_batch_says_what_peft_says(
     plain = [peft_oracle.generate(None, prompt, max_tokens) for prompt in PROMPTS]
     assert [a != b for a, b in zip(expected, plain, strict=True)] == [name is not None for name in NAMES]
     ctx.close()
+
+
+@pytest.mark.parametrize("tier", ["own", "library"])
+def test_launched_steps_with_adapters_draw_what_peft_says(
+    tier: str,
+    model: Model,
+    adapter_dirs: dict[str, Path],
+    peft_oracle: PeftOracle,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each row names its adapter by a number on the device, as a captured step reads it."""
+    if tier == "library":
+        monkeypatch.setattr("genbatch.nif.runners.lean_llama._FEW_ROWS", 0)
+    ctx = open_context(model, TritonRunner(model, tier="lean"), adapter_dirs)
+    rows = list(zip(NAMES, PROMPTS, strict=True))
+    entries = [
+        Entry(slot, prompt, 0, Logits.LAST, adapter=handle(ctx, name)) for slot, (name, prompt) in enumerate(rows)
+    ]
+    tokens = [[int(row[-1].argmax())] for row in ctx.eval(entries)]
+    entries = [
+        Entry(slot, tokens[slot], len(prompt), adapter=entries[slot].adapter) for slot, (_, prompt) in enumerate(rows)
+    ]
+    run = ctx.decode_run(entries, [SamplerState(SamplingParams(seed=0), ())] * len(rows), max_steps=2)
+    for _ in range(2):
+        for row, drawn in zip(tokens, run.step(), strict=True):
+            assert isinstance(drawn, Sampled)
+            row.append(drawn.token_id)
+    run.close()
+    assert tokens == [peft_oracle.generate(name, prompt, 3) for name, prompt in rows]
+    ctx.close()
+
+
+def test_tables_of_many_adapters_grow_and_places_are_used_again(model: Model, adapter_dirs: dict[str, Path]) -> None:
+    lora = DeviceLora(model)
+    first, last = (read_lora("qv", adapter_dirs["qv"], model, AdapterLimits()) for _ in range(2))
+    adapters = [dataclasses.replace(first, handle=handle) for handle in range(1, 34)]
+    for adapter in adapters[:32]:
+        lora.add(adapter)
+    before = lora.tables
+    lora.add(adapters[32])
+    assert lora.tables is not before
+    assert lora.tables.ranks.shape[-1] == 64
+    assert lora.tables.matrices[..., :32].equal(before.matrices)
+    assert lora.tables.ranks[0, 0, :33].eq(14).all(), "rank 7 of the queries and of the values"
+    lora.drop(adapters[4])
+    assert lora.tables.ranks[0, 0, 4] == 0
+    lora.add(dataclasses.replace(last, handle=99))
+    numbers = lora.numbers(torch.tensor([99, 0, 33]))
+    assert numbers is not None
+    assert numbers.tolist() == [4, -1, 32]
 
 
 @pytest.mark.parametrize("kind", ["native", LONG_ONES[1]])

@@ -1,5 +1,6 @@
 """The runners' own code over a GPU that knows who waits for whom: no two uses of the same memory without an order."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -15,7 +17,7 @@ from genbatch.nif.context import Context
 from genbatch.nif.context.runs import OverlappedRun
 from genbatch.nif.engine_options import GraphOptions
 from genbatch.nif.kernels.elementwise import copy_blocks
-from genbatch.nif.runner import Content, Entry, Logits
+from genbatch.nif.runner import Content, Entry, Logits, LoraAdapter, LoraLinear
 from genbatch.nif.runners.block_transfer import SideStream
 from genbatch.nif.runners.triton_runner import TritonRunner
 from genbatch.nif.sampling.device_draws import sample_on_device as sample
@@ -57,6 +59,15 @@ def decode(context: Context, entries: Sequence[Entry], states: Sequence[SamplerS
     run.close()  # with a step under way
 
 
+def adapter_of(handle: int, module: str, rank: int = 8) -> LoraAdapter:
+    """An adapter of one module of each layer."""
+    sizes = {"self_attn.q_proj": (32, 32), "mlp.down_proj": (64, 32)}
+    inputs, outputs = sizes[module]
+    linear = LoraLinear(np.zeros((rank, inputs), np.float32), np.zeros((outputs, rank), np.float32), 1.0)
+    linears = {f"model.layers.{layer}.{module}": linear for layer in range(CONFIG.num_hidden_layers)}
+    return LoraAdapter(f"a{handle}", Path(), "", handle, linears)
+
+
 GRAPHS = [
     pytest.param(None, id="eager"),
     pytest.param(GraphOptions(max_batch_size=4, max_prompt_tokens=64), id="graphs"),
@@ -76,6 +87,33 @@ def test_h15_overlapped_steps_whose_tables_grow_are_ordered(graphs: GraphOptions
         context.close()
     replayed = any(operation.name.startswith("replayed") for operation in gpu.operations)
     assert replayed == (graphs is not None)
+
+
+def test_h14_steps_with_adapters_have_graphs_until_other_tables_take_their_place() -> None:
+    gpu = FakeGpu()
+    with gpu.active():
+        context, entries, states = begun(gpu, 3, graphs=GraphOptions(max_batch_size=4, max_prompt_tokens=64))
+
+        def replays(*handles: int) -> tuple[bool, int]:
+            """Decode with these adapters; returns whether their kernels were replayed, and how many were launched."""
+            before = len(gpu.operations)
+            named = [
+                dataclasses.replace(entry, adapter=handle, n_past=context.kv.length(entry.seq_id))
+                for entry, handle in zip(entries, handles, strict=True)
+            ]
+            decode(context, named, states, 4)
+            names = [operation.name for operation in gpu.operations[before:]]
+            return any(name == "replayed _expand_kernel" for name in names), names.count("_expand_kernel")
+
+        assert replays(0, 0, 0) == (False, 0)
+        for handle, module in enumerate(("self_attn.q_proj", "self_attn.q_proj", "mlp.down_proj"), 1):
+            adapter = adapter_of(handle, module)
+            context.prepare_adapter(adapter)
+            context.add_adapter(adapter)
+            replayed, launched = replays(0, 1, handle)
+            assert replayed
+            assert bool(launched) == (handle != 2), "the second adapter needs no other graph"
+        context.close()
 
 
 @pytest.mark.parametrize("graphs", GRAPHS[:2])
@@ -246,11 +284,13 @@ def test_h14_a_captured_step_of_28_layers_is_less_than_200_launches_and_reads_ea
     assert one.graph_s < one.eager_s
 
 
-@pytest.mark.parametrize("way", ["graphs", "eager"])
-def test_h14_no_kernel_is_compiled_once_a_service_is_ready(way: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "quantize"), [("graphs", "none"), ("eager", "none"), ("graphs", "int4"), ("eager", "int8")]
+)
+def test_h14_no_kernel_is_compiled_once_a_service_is_ready(way: str, quantize: str) -> None:
     root = Path(__file__).resolve().parents[3]
     done = subprocess.run(  # in this process Triton interprets
-        [sys.executable, "-m", "tests.nif.runners.late_variants", way],
+        [sys.executable, "-m", "tests.nif.runners.late_variants", way, quantize],
         cwd=root,
         env={**os.environ, "PYTHONPATH": str(root / ".ns")},
         capture_output=True,
