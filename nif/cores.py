@@ -17,7 +17,7 @@ def available_cores() -> int:
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """Cores by the smallest quota of this process's control groups, of version 1 and 2; None where there is none.
+    """Return the cores of the smallest quota of this process's control groups, version 1 and 2; None for no quota.
 
     Args:
         root: holds proc/self and the mounted control groups.

@@ -95,7 +95,7 @@ def empty_cache() -> None:
 
 
 def on_device(device: "torch.device") -> AbstractContextManager[object]:
-    """Makes `device` the calling thread's current one while it is open; nothing on a CPU.
+    """Make `device` the calling thread's current device during the body; do nothing on a CPU.
 
     Triton launches kernels, events are recorded and graphs are captured on the current device. Each
     thread has a current device of its own, which is device 0 at first.
@@ -118,7 +118,7 @@ def sent(array: np.ndarray, device: "torch.device") -> "torch.Tensor":
 
 
 def runs_on_device(method: F) -> F:
-    """Runs a method in inference mode, on the device that the object's `placed_at` returns."""
+    """Run a method in inference mode, on the device that the object's `placed_at` returns."""
 
     @wraps(method)
     def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -173,14 +173,14 @@ class Entry:
 
 
 def num_logits(entry: Entry) -> int:
-    """Rows of logits that an entry wants."""
+    """Return the number of rows of logits that an entry needs."""
     if entry.logits is Logits.ALL:
         return len(entry.tokens)
     return 1 if entry.logits is Logits.LAST else 0
 
 
 def num_states(entry: Entry) -> int:
-    """Rows of hidden states that an entry wants."""
+    """Return the number of rows of hidden states that an entry needs."""
     if entry.logits is Logits.EVERY_STATE:
         return len(entry.tokens)
     return 1 if entry.logits is Logits.LAST_STATE else 0
@@ -277,15 +277,15 @@ class Runner(Protocol):
         ...
 
     def allocate(self, num_blocks: Sequence[int], block_size: int) -> None:
-        """Makes the KV pool: `num_blocks[g]` blocks for group g. Called once, before any forward."""
+        """Make the KV pool: `num_blocks[g]` blocks for group g; called once, before any forward."""
         ...
 
     def forward(self, batch: RaggedBatch) -> Rows:
-        """Writes the batch's keys and values to its slots and returns logits [R, vocab_size] float32."""
+        """Write the batch's keys and values to its slots, and return logits [R, vocab_size] float32."""
         ...
 
     def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies whole blocks (source, destination) within the pool: copy on write, beam forks."""
+        """Copy whole blocks (source, destination) within the pool: copy on write, beam forks."""
         ...
 
     def read_blocks(self, group: int, blocks: Sequence[int]) -> Content:
@@ -293,11 +293,11 @@ class Runner(Protocol):
         ...
 
     def write_blocks(self, group: int, blocks: Sequence[int], content: Content) -> None:
-        """Puts back what `read_blocks` gave, possibly into other blocks."""
+        """Write the content that `read_blocks` returned, possibly to other blocks."""
         ...
 
     def close(self) -> None:
-        """Releases the KV pool."""
+        """Release the KV pool."""
         ...
 
 
@@ -364,7 +364,7 @@ class LaunchingRunner(Runner, Protocol):
     """A runner that begins a decode step, draws included, without waiting for the device."""
 
     def launch(self, batch: RaggedBatch, draws: npt.NDArray[np.float64], after: Launched | None) -> Launched:
-        """Begins a step; at most one other may be under way.
+        """Begin a step; at most one other step may be under way.
 
         Args:
             batch: one token an entry, each with its row of logits. It may be changed once this returns.
@@ -383,11 +383,11 @@ class AdaptingRunner(Protocol):
     """A runner that computes adapters: each row's own, several in one forward."""
 
     def add_adapter(self, adapter: LoraAdapter) -> None:
-        """Makes it ready for batches that name it; may be called while a step runs, from another thread."""
+        """Prepare an adapter for batches that name it; may be called while a step runs, from another thread."""
         ...
 
     def drop_adapter(self, adapter: LoraAdapter) -> None:
-        """Gives its memory back; no batch names it from now on, and no step that does is under way."""
+        """Free an adapter's memory; no later batch names it, and no step with it is under way."""
         ...
 
 
@@ -436,5 +436,5 @@ class BackgroundCopies(Protocol):
     """A runner whose `read_blocks` returns before the content has arrived; `write_blocks` may be given it at once."""
 
     def finish_copies(self) -> None:
-        """Waits until all that `read_blocks` returned holds its content."""
+        """Wait until all results of `read_blocks` hold their content."""
         ...

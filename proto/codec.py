@@ -97,7 +97,7 @@ class MessageSplitter:
         return len(self._held)
 
     def clear(self) -> None:
-        """Gives its memory back; nothing may be fed any more."""
+        """Free the memory; `feed` must not be called any more."""
         self._held = bytearray()
         self._walker = self._new_walker()
 

@@ -79,7 +79,7 @@ class ZeroMQSocket:
         return self._socket.context
 
     def set(self, option: int, value: Any) -> None:
-        """Sets a ZeroMQ option; most must precede `bind` and `connect`."""
+        """Set a ZeroMQ option; most options must be set before `bind` and `connect`."""
         self._socket.setsockopt(option, value)
         if option == zmq.CURVE_SERVER:
             self._has_user_ids = True  # of others it would be the peer's own claim
@@ -92,7 +92,7 @@ class ZeroMQSocket:
         return last.rstrip(b"\0").decode()
 
     def unbind(self, address: str) -> None:
-        """Stops listening at an address that `bind` returned, and ends the connections that came by it."""
+        """Stop listening at an address that `bind` returned, and end the connections through that address."""
         self._socket.unbind(address)
 
     def connect(self, address: str) -> None:
@@ -121,7 +121,7 @@ class ZeroMQSocket:
         return await self._operate(self._recv_now, self._receivers, zmq.POLLIN)
 
     async def recv_many(self, max_messages: int) -> list[Frames]:
-        """Waits for a message and takes those behind it too, `max_messages` at most; raises as `recv` does."""
+        """Wait for a message, and return it with the messages behind it, `max_messages` at most; raises as `recv`."""
         return await self._operate(partial(_take, self._recv_now, max_messages), self._receivers, zmq.POLLIN)
 
     async def recv_many_signed(self, max_messages: int, max_bytes: int) -> list["Signed"]:
@@ -193,7 +193,7 @@ class ZeroMQSocket:
         self._dispatch()
 
     def close(self, linger_ms: int = 0) -> None:
-        """Closes it; waiting tasks get ClosedResourceError, unsent messages have `linger_ms` to leave."""
+        """Close the socket; waiting tasks get ClosedResourceError, unsent messages have `linger_ms` to leave."""
         if self._closed:
             return
         self._closed = True
@@ -239,7 +239,7 @@ class ZeroMQSocket:
                 return result
 
     async def _park(self, lot: trio.lowlevel.ParkingLot, event: int) -> None:
-        """Waits for its turn, unless the failed operation itself has made room by letting ZeroMQ work."""
+        """Wait for the turn, unless the failed operation itself has made room by letting ZeroMQ work."""
         events = self._events()
         if lot is not self._receivers and events & zmq.POLLIN:
             self._receivers.unpark()

@@ -377,7 +377,7 @@ class Conversation:
             self._keep()
 
     async def _say(self, messages: list[Message], texts: list[str]) -> str:
-        """Writes an answer as it comes, and adds it to `said`; returns what is to be noted behind it."""
+        """Write an answer as it comes, and add it to `said`; return the note to print after it."""
         limit = self._parameters.get("max_tokens") or MAX_ANSWER_TOKENS
         parameters: GenerateParams = {**self._parameters, "max_tokens": limit}
         async with self._client.stream(messages=messages, **parameters) as stream:

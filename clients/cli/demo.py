@@ -48,7 +48,7 @@ class DemoAnswer:
     _text: list[str] = field(default_factory=list)
 
     def add(self, text: str, now: float) -> None:
-        """Books one token."""
+        """Book one token."""
         if self.first_token_at is None:
             self.first_token_at = now
         self.last_token_at = now
@@ -199,7 +199,7 @@ async def _demo(model: str, max_tokens: int, engine: ModelFlags) -> None:
 
 
 async def _ask_all(client: Client, answers: Sequence[DemoAnswer], max_tokens: int, console: Console) -> None:
-    """Sends every prompt at once and shows the answers as they come, or at the end where there is no window."""
+    """Send every prompt at once, and show the answers as they come; without a window, show them at the end."""
     if not console.is_terminal:
         await _stream_all(client, answers, max_tokens)
         console.print(answers_as_text(answers), markup=False, highlight=False, soft_wrap=True)

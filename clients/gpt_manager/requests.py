@@ -211,7 +211,7 @@ def open_engine(
     params: TrtGptModelOptionalParams,
     build: BuildConfig,
 ) -> GptEngine:
-    """Loads the model and settles all sizes.
+    """Load the model and compute all sizes.
 
     Raises:
         ModelError: the model cannot be found, read or served.
@@ -421,7 +421,7 @@ class GptRequest:
 
 
 def read_request(request: InferenceRequest, engine: GptEngine) -> GptRequest:
-    """Reads the tensors and checks them against the engine's limits.
+    """Read the tensors and check them against the engine's limits.
 
     Raises:
         InvalidRequest: a tensor is missing, unknown, malformed or out of its range; `field` names it.
@@ -568,7 +568,7 @@ def whole_response(request: GptRequest, engine: GptEngine) -> ResponseTensors:
 
 
 def stream_response(request: GptRequest, token: Token, row: Float32s | None, engine: GptEngine) -> ResponseTensors:
-    """One token of a stream.
+    """Return the tensors of one token of a stream.
 
     Args:
         row: the logits it was chosen from, [vocab_size]; None where they are not kept.

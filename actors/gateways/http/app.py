@@ -422,7 +422,7 @@ class ServiceRoutes:
         return JSON({"success": True})
 
     async def load_adapter(self, request: Request) -> Response:
-        """Serves a LoRA adapter, too."""
+        """Load a LoRA adapter."""
         self._check_operator()
         body: LoadAdapterBody = check_type(decode_json(request.state.body), LoadAdapterBody)
         with _vllm_names():

@@ -87,7 +87,7 @@ class BatchEndpoints:
         return JSON({"id": file_id, "object": "file", "deleted": True})
 
     async def create(self, request: Request) -> Response:
-        """Begins a batch over an uploaded file."""
+        """Begin a batch over an uploaded file."""
         fields: BatchFields = check_type(decode_json(request.state.body), BatchFields)
         if fields.endpoint not in ENDPOINTS:
             raise InvalidRequest("endpoint", f"{fields.endpoint[:64]!r} is none of {', '.join(ENDPOINTS)}")
@@ -121,7 +121,7 @@ class BatchEndpoints:
         return JSON(_shown_batch(await self._store.run(self._store.batch, _owner(request), request.path_params["id"])))
 
     async def cancel(self, request: Request) -> Response:
-        """Ends a batch; the answers that it has stay."""
+        """End a batch; its answers so far stay."""
         return JSON(_shown_batch(await self._runner.cancel(_owner(request), request.path_params["id"])))
 
 

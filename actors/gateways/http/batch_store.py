@@ -126,7 +126,7 @@ class BatchStore:
             raise OptionError("batch_dir", f"another service uses {directory}")
 
     def acquire(self) -> bool:
-        """Takes the directory if no other service has it; returns whether this one does."""
+        """Lock the directory if no other service has it; return whether this service has the lock."""
         if not self._lock.is_locked:
             try:
                 self._lock.acquire(timeout=0)
@@ -142,7 +142,7 @@ class BatchStore:
             raise Unavailable("another service has the files and batches for now", retry_after_ms=1000)
 
     def close(self) -> None:
-        """Lets another service use the directory."""
+        """Unlock the directory for another service."""
         self._lock.release()
 
     async def run(self, work: Callable[..., R], *args: Any) -> R:

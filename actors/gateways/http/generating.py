@@ -265,7 +265,7 @@ class Generating:
             request.requests[index] = msgspec.structs.replace(each, prompt=prompt)
 
     async def _tokenize(self, request: HTTPRequest, caller: HTTPCaller) -> None:
-        """Makes token ids of prompts: a table of log-probs begins with the first token's name."""
+        """Tokenize the prompts, since a table of log-probs begins with the first token's text."""
         for index, each in enumerate(request.requests):
             if each.prompt is not None:
                 ids = await self._calls.token_ids({"prompt": each.prompt, "model": each.model}, caller)

@@ -439,7 +439,7 @@ class OllamaGenerating(Generating):
         self._is_chat = is_chat
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request; errors before the first byte are raised."""
+        """Answer one request; an error before the first byte is raised."""
         body = decode_json(scope["state"]["body"])
         keep_alive = seconds_of(body.get("keep_alive"))
         if not any(body.get(name) for name in ("messages", "prompt", "suffix", "system", "images")):
