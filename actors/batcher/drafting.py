@@ -4,11 +4,12 @@
     proposed = drafts.next()
     drafts.took(draws)
 
-Guesses come from prompt lookup in the sequence's own tokens, from a draft model (nif/context/draft_model.py), or from
-the better of both for each sequence. A draft costs rows of a forward, and saves a step where it is right. Both sides
-are measured. A lookup guesses every token, drafted or not, which costs no forward. A draft model's hit rate is known
-from its verified drafts. The cost of a row comes from the model of step time (nif/step_time.py). So drafting begins
-where it pays and ends where it does not. All of this runs on the model's thread.
+Guesses come from the sequence's grammar where it allows only one text, from prompt lookup in the sequence's own tokens,
+or from a draft model (nif/context/draft_model.py): for each sequence from the best of them. A draft costs rows of a
+forward, and saves a step where it is right. Both sides are measured. A lookup guesses every token, drafted or not,
+which costs no forward. The hit rates of a grammar and a draft model are known from their verified drafts. The cost of a
+row comes from the model of step time (nif/step_time.py). So drafting begins where it pays and ends where it does not.
+All of this runs on the model's thread.
 """
 
 from collections.abc import Sequence as ListOf
@@ -23,6 +24,8 @@ from genbatch.nif.step_time import StepTimeModel
 
 # With more sequences, a further row of a step costs as much as a first one.
 MAX_SEQUENCES = DRAFTED_SEQUENCES
+# With more, prompt lookup gained nothing that could be measured: too seldom do all sequences copy at once (ADR 93).
+MAX_LOOKUPS = 2
 # The most tokens of a draft. Longer drafts gain nothing, since a copied text seldom runs so long without a change.
 MAX_DRAFT = 8
 # A drafted token's chance must exceed its cost by this factor.
@@ -31,6 +34,8 @@ MARGIN = 1.25
 LEAST_PRICE = 0.02
 # Each step without drafts lowers the price by this factor, so that a price measured too high is tried again.
 FORGETTING = 0.998
+# The weight of the newest token in the share of right tokens of those that a grammar forces.
+NEWEST = 0.1
 # The share by which drafts may lengthen a step while a sequence in it has no draft.
 NEIGHBOURLY = 0.1
 
@@ -70,7 +75,7 @@ class RunDrafts:
         sequences: the sequences of the run.
         costs: the costs that all runs share.
         max_rows: most tokens of a step.
-        looks_up: whether prompt lookup guesses.
+        looks_up: whether prompt lookup guesses, too.
         drafter: the draft model; None without one.
     """
 
@@ -90,6 +95,7 @@ class RunDrafts:
         # The number of tokens that each sequence may still draw.
         self._left = [sequence.max_new_tokens - sequence.num_generated for sequence in sequences]
         self._lengths = [0] * len(sequences)  # of the draft model's current drafts
+        self._num_forced = [0] * len(sequences)  # tokens of the current drafts that a grammar forces
         self._costs = costs
         self._max_drafted = max_rows - len(sequences)
         self._num_keys = 0
@@ -101,8 +107,7 @@ class RunDrafts:
         self._num_keys += sum(len(sequence.tokens) for sequence in self._sequences)
         if self._drafter is not None:
             self._drafted = [
-                Drafted(sequence.request_id, list(sequence.tokens), sequence.sampler.params)
-                for sequence in self._sequences
+                Drafted(sequence.request_id, list(sequence.tokens), sequence.sampler) for sequence in self._sequences
             ]
 
     @property
@@ -112,15 +117,28 @@ class RunDrafts:
 
     def next(self) -> list[list[int]]:
         """Return the draft of each sequence for the step that begins now; an empty list where no draft pays."""
+        forced = [sequence.sampler.forced() for sequence in self._sequences]
         looked_up = [lookup.chance for lookup in self._lookups] or [0.0] * len(self._sequences)
         modelled = [0.0] * len(self._sequences)
         if self._drafter is not None:
             modelled = [self._drafter.chance(drafted.key) for drafted in self._drafted]
-        lengths = self._choose_lengths([max(pair) for pair in zip(looked_up, modelled, strict=True)])
+        chances = [max(pair) for pair in zip(looked_up, modelled, strict=True)]
+        # A step draws one token more than it drafts, and no sequence may draw more than its limit.
+        # guard: nobody's draft goes beyond its last token
+        most = [min(MAX_DRAFT, left - 1) for left in self._left]
+        for index, tokens in enumerate(forced):
+            if tokens:
+                chances[index] = self._sequences[index].forced_chance
+                most[index] = min(most[index], len(tokens))
+        lengths = self._choose_lengths(chances, most)
         drafts: list[list[int]] = [[] for _ in self._sequences]
-        for index, lookup in enumerate(self._lookups):
-            if looked_up[index] >= modelled[index]:
-                drafts[index] = lookup.draft(lengths[index])
+        for index, tokens in enumerate(forced):
+            self._num_forced[index] = lengths[index] if tokens else 0
+            if tokens:
+                drafts[index] = list(tokens[: lengths[index]])
+                lengths[index] = 0
+            elif self._lookups and looked_up[index] >= modelled[index]:
+                drafts[index] = self._lookups[index].draft(lengths[index])
                 lengths[index] = 0
         if self._drafter is not None and any(lengths):
             proposed = self._drafter.propose(self._drafted, lengths)
@@ -136,6 +154,8 @@ class RunDrafts:
         for index, drawn in enumerate(draws):
             self._left[index] -= len(drawn)
             tokens = [draw.token_id for draw in drawn if not draw.failed]
+            if num_drafted:
+                self._learn(index, len(drawn) - 1)
             if self._lookups:
                 for token_id in tokens:
                     self._lookups[index].push(token_id)
@@ -145,35 +165,34 @@ class RunDrafts:
                 drafted.tokens.extend(tokens)
         return all(left > 0 for left in self._left)
 
-    def _choose_lengths(self, chances: list[float]) -> list[int]:
+    def _learn(self, index: int, num_right: int) -> None:
+        """Learn from a verified draft how often a sequence draws the tokens that its grammar forces."""
+        sequence = self._sequences[index]
+        for place in range(min(self._num_forced[index], num_right + 1)):
+            sequence.forced_chance += NEWEST * ((place < num_right) - sequence.forced_chance)
+
+    def _choose_lengths(self, chances: list[float], most: list[int]) -> list[int]:
         """Choose the number of tokens to draft for each sequence, so that tokens per second are highest."""
         size = len(self._sequences)
-        chances = [
-            # A sampler that edits logits by earlier tokens cannot do so for several tokens at once.
-            # guard: what the tokens before edit is not drafted
-            0.0 if sequence.sampler.edits else chance
-            for sequence, chance in zip(self._sequences, chances, strict=True)
-        ]
         lengths = [0] * size
         if max(chances) == 0.0:
             return lengths
         guess_s = 0.0 if self._drafter is None else self._drafter.forward_s / size
         price = self._costs.price(size, self._num_keys, guess_s)
-        lengths = self._share_out(chances, price, self._max_drafted)
+        lengths = self._share_out(chances, most, price, self._max_drafted)
         if 0 in lengths:
-            lengths = self._share_out(chances, price, min(self._max_drafted, int(NEIGHBOURLY / price)))
+            lengths = self._share_out(chances, most, price, min(self._max_drafted, int(NEIGHBOURLY / price)))
         return lengths
 
-    def _share_out(self, chances: ListOf[float], price: float, most: int) -> list[int]:
+    @staticmethod
+    def _share_out(chances: ListOf[float], most: ListOf[int], price: float, max_drafted: int) -> list[int]:
         lengths, gains = [0] * len(chances), list(chances)
         tokens, steps = float(len(chances)), 1.0  # the tokens that the step yields, and its cost in steps
-        while sum(lengths) < most:
+        while sum(lengths) < max_drafted:
             best = max(range(len(gains)), key=gains.__getitem__)
             if gains[best] < 0.0 or gains[best] <= MARGIN * price * tokens / steps:
                 break
-            # A step draws one token more than it drafts, and no sequence may draw more than its limit.
-            # guard: nobody's draft goes beyond its last token
-            if lengths[best] >= min(MAX_DRAFT, self._left[best] - 1):
+            if lengths[best] >= most[best]:
                 gains[best] = -1.0
                 continue
             lengths[best] += 1

@@ -202,9 +202,9 @@ class BatcherOptions:
         max_pauses: how often MAX_UTILIZATION pauses one request while it can pause another one instead.
         async_batching: run the next step while the tokens of a step are handed out, as long as requests only decode and
             the scheduler is one of ours.
-        prompt_lookup: draft tokens by repetition: while at most four requests decode, and nothing else, the tokens that
+        prompt_lookup: draft tokens by repetition: while at most two requests decode, and nothing else, the tokens that
             followed the same words before are verified several at a time. Answers do not change. Drafting starts and
-            stops by itself, as it pays. Needs the native runner and `async_batching`.
+            stops by itself, as it pays. Only the native runner drafts, and only with `async_batching`.
         cpu_offload_space: GiB of host memory for the KV of paused sequences; 0: they are evaluated again.
         stall_s: seconds of pending work without the end of a step after which the service's health is "stuck".
         system_prompts: contents of system messages to hold from the start.
@@ -252,7 +252,7 @@ class BatcherOptions:
     pause_order: PauseOrder | None = None
     max_pauses: int = DEFAULT_MAX_PAUSES
     async_batching: bool = True
-    prompt_lookup: bool = False
+    prompt_lookup: bool = True
     cpu_offload_space: float = 0.0
     stall_s: float = 30.0
     system_prompts: Sequence[str] = ()

@@ -16,7 +16,7 @@ from typing import cast
 import outcome
 import trio
 
-from genbatch.actors.batcher.drafting import MAX_SEQUENCES, DraftCosts, RunDrafts
+from genbatch.actors.batcher.drafting import MAX_LOOKUPS, MAX_SEQUENCES, DraftCosts, RunDrafts
 from genbatch.actors.batcher.generation import Generation
 from genbatch.actors.batcher.journal import Decoded, Drawn, Run, RunEnded, StepMessage, Stepped
 from genbatch.actors.batcher.open_requests import BatchState
@@ -122,14 +122,9 @@ class RunAhead:
                     raise
                 return None  # the next plan meets the same error and can handle it
             steps += 1
-            whole = True
-            for sampler, draws in zip(samplers, decoded.drawn, strict=True):
-                for draw in draws:
-                    if draw.failed:
-                        whole = False
-                    else:
-                        sampler.accept(draw.token_id)
-                        whole = whole and not sampler.is_slow
+            whole = not any(draws[-1].failed for draws in decoded.drawn) and not any(
+                sampler.is_slow for sampler in samplers
+            )
             if self._drafts is not None:
                 whole = self._drafts.took(decoded.drawn, decoded.num_drafted) and whole
             ends = ends or self._stopping or self._booked < steps - 1
@@ -138,14 +133,18 @@ class RunAhead:
             self._tell(decoded)
 
     def _step(self, run: DecodeRun | OverlappedRun, *, ahead: bool) -> Decoded:
-        if self._drafts is None or not run.verifies:
-            return Decoded(self, [[draw] for draw in run.step(ahead=ahead)], 0)
-        before = self._drafts.seconds
-        drafts = self._drafts.next()
-        guessing_s = self._drafts.seconds - before
-        if drafts and run.has_room(drafts):
-            return Decoded(self, run.verify(drafts), sum(map(len, drafts)), guessing_s)
-        return Decoded(self, [[draw] for draw in run.step(ahead=ahead)], 0, guessing_s)
+        guessing_s = 0.0
+        if self._drafts is not None and run.verifies:
+            before = self._drafts.seconds
+            drafts = self._drafts.next()
+            guessing_s = self._drafts.seconds - before
+            if drafts and run.has_room(drafts):
+                return Decoded(self, run.verify(drafts), sum(map(len, drafts)), guessing_s)
+        drawn = run.step(ahead=ahead)
+        for sequence, draw in zip(self.sequences, drawn, strict=True):
+            if not draw.failed:
+                sequence.sampler.accept(draw.token_id)
+        return Decoded(self, [[draw] for draw in drawn], 0, guessing_s)
 
 
 def generations(batch: list[Planned]) -> list[Generation]:
@@ -314,7 +313,7 @@ class Stepper:
         commit: books the results.
         worker: the model's thread.
         send: delivers a message to the actor that owns this object.
-        looks_up: whether runs draft tokens by prompt lookup; a context's draft model drafts in any case.
+        looks_up: whether runs draft tokens by prompt lookup; grammars and a context's draft model draft in any case.
         times: learns the costs of steps.
     """
 
@@ -445,13 +444,12 @@ class Stepper:
         )
 
     def _drafts_of(self, batch: list[Planned]) -> RunDrafts | None:
-        drafter = self._ctx.drafter
-        guesses = self._looks_up or drafter is not None
+        drafter, sequences = self._ctx.drafter, generations(batch)
+        looks_up = self._looks_up and len(batch) <= MAX_LOOKUPS
+        guesses = looks_up or drafter is not None or any(sequence.constraint for sequence in sequences)
         if not (guesses and self._ctx.can_verify and len(batch) <= MAX_SEQUENCES):
             return None
-        return RunDrafts(
-            generations(batch), self._costs, max_rows=self._ctx.n_batch, looks_up=self._looks_up, drafter=drafter
-        )
+        return RunDrafts(sequences, self._costs, max_rows=self._ctx.n_batch, looks_up=looks_up, drafter=drafter)
 
     def decoded(self, decoded: Decoded) -> bool:
         """Book a step of a run; the next step may be running."""

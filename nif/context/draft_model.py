@@ -1,18 +1,18 @@
 """DraftModel: a small model that guesses the next tokens of a few sequences, for a larger model to verify.
 
     draft_model = DraftModel(context)                       # of the small model
-    guesses = draft_model.propose([Drafted(7, tokens, params), ...], lengths=[4, ...])
+    guesses = draft_model.propose([Drafted(7, tokens, sampler), ...], lengths=[4, ...])
 
-The draft model draws with the sequence's own sampling parameters, seed and positions. So its draw equals the large
-model's draw wherever both give nearly the same probabilities, at every temperature. All of this runs on the thread of
-the large model.
+The draft model draws with a fork of the sequence's own sampler: the same parameters, seed, positions, penalties and
+grammar. So its draw equals the large model's draw wherever both give nearly the same probabilities, at every
+temperature. All of this runs on the thread of the large model.
 """
 
 import logging
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from genbatch.nif.context.context import Context
 from genbatch.nif.context.runs import Drafted
@@ -119,7 +119,8 @@ class DraftModel:
 
     def _propose(self, sequences: Sequence[Drafted], lengths: Sequence[int]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in sequences]
-        drafting = scratch = self._first_tokens(sequences, lengths, drafts)
+        samplers: dict[int, SamplerState] = {}  # forks, which accept what is drafted
+        drafting = scratch = self._first_tokens(sequences, lengths, samplers, drafts)
         # Further tokens go into scratch sequences. So the followers hold only tokens that the large model drew, and no
         # window and no state has to go back.
         for i in drafting:
@@ -136,7 +137,7 @@ class DraftModel:
                     for i in drafting
                 }
                 began = time.perf_counter()
-                drawn = self._draw(batch, sequences, drafts)
+                drawn = self._draw(batch, samplers, drafts)
                 self.forward_s += NEWEST_TIME * (time.perf_counter() - began - self.forward_s)
                 drafting = [i for i in drawn if len(drafts[i]) < lengths[i]]
         finally:
@@ -144,7 +145,13 @@ class DraftModel:
                 self._ctx.seq_rm(self._scratch[i])
         return drafts
 
-    def _first_tokens(self, sequences: Sequence[Drafted], lengths: Sequence[int], drafts: list[list[int]]) -> list[int]:
+    def _first_tokens(
+        self,
+        sequences: Sequence[Drafted],
+        lengths: Sequence[int],
+        samplers: dict[int, SamplerState],
+        drafts: list[list[int]],
+    ) -> list[int]:
         """Evaluate the followers' missing tokens and draft one token each; return who drafts more."""
         batch: dict[int, Entry] = {}
         is_reading = False
@@ -155,24 +162,28 @@ class DraftModel:
             missing = sequence.tokens[follower.evaluated :]
             if len(missing) <= MAX_CATCH_UP:
                 batch[i] = Entry(follower.seq_id, missing, follower.evaluated, Logits.LAST)
+                samplers[i] = sequence.sampler.fork(logprobs=None)
             elif not is_reading:
                 is_reading = True
                 self._ctx.eval([Entry(follower.seq_id, missing[:MAX_CATCH_UP], follower.evaluated, Logits.NONE)])
                 follower.evaluated += MAX_CATCH_UP
-        drawn = self._draw(batch, sequences, drafts) if batch else []
+        drawn = self._draw(batch, samplers, drafts) if batch else []
         for i in batch:
             self._followers[sequences[i].key].evaluated = len(sequences[i].tokens)
         return [i for i in drawn if lengths[i] > 1]
 
-    def _draw(self, batch: Mapping[int, Entry], sequences: Sequence[Drafted], drafts: Sequence[list[int]]) -> list[int]:
-        """Run a forward and append each draw to its draft; return the indices of the sequences that got a token."""
-        samplers = [SamplerState(replace(sequences[i].params, logprobs=None), ()) for i in batch]
-        _, draws = self._ctx.step(list(batch.values()), samplers, with_logits=False)
+    def _draw(
+        self, batch: Mapping[int, Entry], samplers: Mapping[int, SamplerState], drafts: Sequence[list[int]]
+    ) -> list[int]:
+        """Run a forward and append each draw to its draft; return the indices of the sequences that can draft more."""
+        _, draws = self._ctx.step(list(batch.values()), [samplers[i] for i in batch], with_logits=False)
         drawn = []
         for i, draw in zip(batch, draws, strict=True):
             if draw is not None and not draw.failed and draw.token_id < self._vocab_size:
                 drafts[i].append(draw.token_id)
-                drawn.append(i)
+                samplers[i].accept(draw.token_id)
+                if not samplers[i].is_slow:
+                    drawn.append(i)
         return drawn
 
     def _follow(self, key: int, sequences: Sequence[Drafted]) -> _Follower:

@@ -5,7 +5,7 @@ A RunLayout lays out the entries of a step as a ragged batch for the runners.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, count
 from typing import ClassVar, Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -25,7 +25,7 @@ from genbatch.nif.runner import (
     num_states,
 )
 from genbatch.nif.sampling.choice import choose
-from genbatch.nif.sampling.draw import NOT_FINITE, DrawTable, SamplingParams
+from genbatch.nif.sampling.draw import NOT_FINITE, DrawTable
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
 
 
@@ -234,12 +234,12 @@ class Drafted:
     Args:
         key: tells the sequence from all others.
         tokens: its prompt and its output so far.
-        params: how its tokens are drawn.
+        sampler: draws its tokens; a draft is drawn with a fork of it.
     """
 
     key: int
     tokens: list[int]
-    params: SamplingParams
+    sampler: SamplerState
 
 
 class Drafter(Protocol):
@@ -273,7 +273,7 @@ class DecodeRun:
     Args:
         kv: holds the sequences.
         batch: an entry of one token each.
-        states: each sequence's sampler; the caller updates it with each accepted token before the next step.
+        states: each sequence's sampler; after `step` the caller updates it with the drawn token.
         forward: see Forward.
         max_steps: most steps of this run.
     """
@@ -338,15 +338,15 @@ class DecodeRun:
     def verify(self, drafts: Sequence[Sequence[int]]) -> list[list[Sampled | SampleFault]]:
         """Verify drafted tokens in one step; the draws equal those of single steps.
 
-        Each draft is evaluated behind its sequence's newest token, and a token is drawn at each position. The draws up
-        to the first mismatch with the draft are kept. The KV of the rejected tokens is dropped.
+        Each draft is evaluated behind its sequence's newest token. A token is drawn at each position, up to the first
+        mismatch with the draft. The KV of the rejected tokens is dropped. The samplers accept the drawn tokens here,
+        since a penalty or a grammar needs each token before it can draw the next one.
 
         Args:
-            drafts: each sequence's guessed next tokens; a draft may be empty. `has_room` must hold for the drafts, and
-                no sampler of a sequence with a draft may edit the logits.
+            drafts: each sequence's guessed next tokens; a draft may be empty. `has_room` must hold for the drafts.
 
         Returns:
-            Each sequence's draws: the right part of its draft, and one more token.
+            Each sequence's draws: the right part of its draft, and one more token; fewer if a mask becomes slow.
 
         Raises:
             BatchError, OutOfBlocks: as `step`.
@@ -355,18 +355,11 @@ class DecodeRun:
             Entry(first.seq_id, (token, *draft), n, Logits.ALL, first.adapter)
             for first, token, n, draft in zip(self._batch, self._tokens, self._n_past, drafts, strict=True)
         ]
-        states = [state for state, entry in zip(self._states, batch, strict=True) for _ in entry.tokens]
-        positions = [entry.n_past + 1 + place for entry in batch for place in range(len(entry.tokens))]
-
-        def read(rows: Rows | None, largest: Largest | None) -> list[list[Sampled | SampleFault]]:
-            draws = iter(choose(rows, largest, states, positions))
-            return [_that_count(draft, list(islice(draws, len(draft) + 1))) for draft in drafts]
-
         drawn = self._forward(
             [(entry.seq_id, entry.tokens, entry.n_past) for entry in batch],
             lambda: lay_out(batch, self._kv),
-            read,
-            with_logits=any(state.reads_logits for state in states),
+            lambda rows, largest: self._draw_in_turn(rows, largest, drafts),
+            with_logits=any(state.reads_logits for state in self._states),
             kept=lambda drawn: [entry.tokens[: len(draws)] for entry, draws in zip(batch, drawn, strict=True)],
         )
         self._n_past = [n + len(draws) for n, draws in zip(self._n_past, drawn, strict=True)]
@@ -377,6 +370,38 @@ class DecodeRun:
 
     def close(self) -> None:
         """End the run. Call this before other code changes the sequences."""
+
+    def _draw_in_turn(
+        self, rows: Rows | None, largest: Largest | None, drafts: Sequence[Sequence[int]]
+    ) -> list[list[Sampled | SampleFault]]:
+        """Draw at the first position of every sequence, then at the second where the draft was right, and so on."""
+        firsts = list(accumulate((len(draft) + 1 for draft in drafts), initial=0))  # each sequence's first row
+        draws: list[list[Sampled | SampleFault]] = [[] for _ in drafts]
+        going = list(range(len(drafts)))
+        for place in count():
+            at = [firsts[index] + place for index in going]
+            try:
+                drawn = choose(
+                    None if rows is None else rows[at],
+                    None if largest is None else largest.rows(at),
+                    [self._states[index] for index in going],
+                    [self._n_past[index] + 1 + place for index in going],
+                )
+            except Exception:
+                if place == 0:
+                    raise
+                break  # The draws so far count. The next step meets this error at its first position.
+            for index, draw in zip(going, drawn, strict=True):
+                draws[index].append(draw)
+                if isinstance(draw, Sampled):
+                    # guard: a sampler knows the draft so far
+                    self._states[index].accept(draw.token_id)
+            going = [index for index in going if _is_right(draws[index], drafts[index])]
+            # Another thread makes a slow mask, while the other sequences decode on.
+            going = [index for index in going if not self._states[index].is_slow]
+            if not going:
+                break
+        return draws
 
     def _lay_out(self) -> RaggedBatch:
         if self._layout is None:
@@ -393,14 +418,11 @@ def _input(draw: Sampled | SampleFault) -> int:
     return draw.token_id if isinstance(draw, Sampled) else 0
 
 
-def _that_count(draft: Sequence[int], draws: list[Sampled | SampleFault]) -> list[Sampled | SampleFault]:
-    """Return the draws up to the first that differs from the draft: later draws follow a wrong token."""
-    for place, token in enumerate(draft):
-        draw = draws[place]
-        # guard: draws after a wrong draft do not count
-        if not isinstance(draw, Sampled) or draw.token_id != token:
-            return draws[: place + 1]
-    return draws
+def _is_right(draws: Sequence[Sampled | SampleFault], draft: Sequence[int]) -> bool:
+    """Whether the newest draw equals its drafted token, so that the logits of the next position count."""
+    newest = draws[-1]
+    # guard: draws after a wrong draft do not count
+    return len(draws) <= len(draft) and isinstance(newest, Sampled) and newest.token_id == draft[len(draws) - 1]
 
 
 def _depends(state: SamplerState) -> bool:

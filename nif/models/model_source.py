@@ -24,6 +24,7 @@ from filelock import FileLock
 
 from genbatch.nif.errors import ModelError
 from genbatch.nif.models.gguf_config import check_unscaled
+from genbatch.nif.models.gguf_encoders import ENCODERS, convert_encoder
 from genbatch.nif.models.gguf_families import FAMILIES
 from genbatch.nif.models.gguf_file import GgufFile
 from genbatch.nif.models.hub import HUB_ID, Progress, download
@@ -77,6 +78,10 @@ def convert_gguf(path: Path, directory: Path, progress: Progress) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     progress("convert", 0, 0)
+    file = GgufFile(path.name, path)
+    if file.architecture in ENCODERS:
+        convert_encoder(file, directory)
+        return
     place: dict[str, Any] = {"gguf_file": path.name, "trust_remote_code": False}
     with quiet_transformers(), _tensors_reported(progress):
         tokenizer = AutoTokenizer.from_pretrained(path.parent, **place)
@@ -300,13 +305,14 @@ def _readable(source: str, path: Path, progress: Progress) -> Path:
     architecture = GgufFile(source, path, stop_at="general.architecture").architecture
     if architecture in FAMILIES:
         return path
-    check_unscaled(GgufFile(source, path))
-    log.info(
-        "%s is converted to safetensors: files of the architecture %s are not read as they are (%s are)",
-        path.name,
-        architecture,
-        ", ".join(sorted(FAMILIES)),
-    )
+    if architecture not in ENCODERS:
+        check_unscaled(GgufFile(source, path))
+        log.info(
+            "%s is converted to safetensors: files of the architecture %s are not read as they are (%s are)",
+            path.name,
+            architecture,
+            ", ".join(sorted(FAMILIES)),
+        )
     return _converted(source, path, _sha256(path), progress)
 
 
@@ -316,6 +322,8 @@ def _converted(source: str, path: Path, sha256: str, progress: Progress) -> Path
         if scratch is not None:
             try:
                 convert_gguf(path, scratch, progress)
+            except ModelError as fault:
+                raise ModelError(source, fault.reason) from fault
             except Exception as fault:
                 reason = " ".join(str(fault).split())[:300]
                 raise ModelError(source, f"{path.name} cannot be converted: {reason}") from fault

@@ -16,8 +16,10 @@ tokenization. Otherwise the inner constraint decides, if there is one.
 """
 
 from collections.abc import Callable, Collection, Sequence
+from copy import copy
 from dataclasses import dataclass
 from enum import Enum
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +62,15 @@ class _Wrapper:
         self._pending.append(token_id)
         if self._inner is not None:
             self._inner.accept(token_id)
+
+    def forced(self) -> Sequence[int]:
+        return () if self._inner is None else self._inner.forced()
+
+    def fork(self) -> Self:
+        twin = copy(self)
+        twin._pending = list(self._pending)
+        twin._inner = None if self._inner is None else self._inner.fork()
+        return twin
 
     def _allowed_inside(self) -> npt.NDArray[np.int32]:
         """Prepare the inner constraint and return its mask; without one, the mask that allows every token."""
@@ -176,6 +187,11 @@ class ThinkingBudget(_Wrapper):
         elif self._state is _State.ENDED and self._marks.forbidden is not None:
             self._mask = within.copy()
             self._mask[self._marks.forbidden // 32] &= ~_bit(self._marks.forbidden)
+
+    def forced(self) -> Sequence[int]:
+        if self._state is _State.THINKING and self._num_thought >= self._max_tokens:
+            return self._marks.ending[self._num_ending :]
+        return super().forced()
 
     def _follow(self, token_id: int) -> None:
         """Advance the state by one token."""

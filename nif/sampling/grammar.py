@@ -19,6 +19,8 @@ SLOW_S = 0.001
 # per token, and a schema of 200 optional properties takes 0.0005 s.
 FIRST_S = 0.25
 PER_TOKEN_S = 0.002
+# Seconds of processor time for finding forced tokens, in place of `FIRST_S`.
+FORCING_S = 0.01
 MAX_MESSAGE = 300  # characters; llguidance's messages quote the whole grammar
 
 
@@ -30,7 +32,8 @@ class GrammarConstraint:
         num_words: words of a mask, 32 tokens each; the mask covers every token that the matcher knows.
     """
 
-    __slots__ = ("_accepted", "_fault", "_is_prepared", "_last_s", "_mask", "_matcher", "_num_tokens", "_spent_s")
+    __slots__ = ("_accepted", "_fault", "_forced", "_forcing_s", "_is_prepared", "_last_s", "_mask", "_matcher",
+                 "_num_tokens", "_spent_s")  # fmt: skip
 
     def __init__(self, matcher: LLMatcher, num_words: int) -> None:
         self._matcher = matcher
@@ -41,6 +44,8 @@ class GrammarConstraint:
         self._fault: str | None = None
         self._spent_s = 0.0
         self._last_s = 0.0
+        self._forced: list[int] = []  # what is left of the forced tokens that were found last
+        self._forcing_s = 0.0
 
     def fork(self) -> Self:
         """Return an independent copy of this constraint."""
@@ -52,6 +57,8 @@ class GrammarConstraint:
         twin._fault = self._fault
         twin._spent_s = self._spent_s
         twin._last_s = self._last_s
+        twin._forced = list(self._forced)
+        twin._forcing_s = self._forcing_s
         return twin
 
     @property
@@ -71,6 +78,7 @@ class GrammarConstraint:
         self._accepted.append(token_id)
         self._num_tokens += 1
         self._is_prepared = False
+        self._forced = self._forced[1:] if self._forced[:1] == [token_id] else []
 
     def prepare(self) -> None:
         if self._is_prepared:
@@ -89,6 +97,17 @@ class GrammarConstraint:
         elif self._spent_s > FIRST_S + PER_TOKEN_S * self._num_tokens:
             self._fault = f"takes too long to follow: {self._spent_s:.1f} s for {self._num_tokens} tokens"
         self._is_prepared = True
+
+    def forced(self) -> list[int]:
+        # The whole forced text is found at once, however long it is. So what is left of it is kept, and the time for
+        # finding it has a limit.
+        if not self._forced and self._fault is None and self._forcing_s <= FORCING_S + PER_TOKEN_S * self._num_tokens:
+            started = time.thread_time()
+            self._forced = self._matcher.compute_ff_tokens()
+            if not self._forced and np.bitwise_count(self._mask).sum() == 1:  # such as the end token after the answer
+                self._forced = np.flatnonzero(np.unpackbits(self._mask.view(np.uint8), bitorder="little")).tolist()
+            self._forcing_s += time.thread_time() - started
+        return self._forced
 
 
 def one_line(message: str) -> str:

@@ -6,7 +6,7 @@ for example to a grammar.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Protocol, Self
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,17 @@ class Constraint(Protocol):
 
     def prepare(self) -> None:
         """Compute the allowed next tokens; a second call does nothing."""
+        ...
+
+    def forced(self) -> Sequence[int]:
+        """Return tokens that very likely come next, because the constraint allows no other text. Valid after `prepare`.
+
+        The tokens are a guess: the same text may be drawn in other tokens.
+        """
+        ...
+
+    def fork(self) -> Self:
+        """Return an independent copy."""
         ...
 
     @property
@@ -151,10 +162,24 @@ class SamplerState:
             rank = self._rank(token_id)  # before reading `_counts`, because `_rank` may replace the arrays
             self._counts[rank] += 1.0
 
-    def fork(self, seed: int) -> Self:
-        """Return an independent copy that draws by `seed`, for a parallel sample or a beam."""
-        assert self.constraint is None, "a constraint has one sequence"
-        twin = type(self)(replace(self.params, seed=seed), ())
+    def forced(self) -> Sequence[int]:
+        """Return the tokens that the constraint very likely forces next; see `Constraint.forced`."""
+        if self.constraint is None:
+            return ()
+        self.constraint.prepare()
+        return self.constraint.forced()
+
+    def fork(self, **changes: Any) -> Self:
+        """Return an independent copy, with which a draft is drawn.
+
+        Args:
+            changes: the parameters in which the copy differs.
+        """
+        constraint = self.constraint
+        if constraint is not None:
+            constraint.prepare()  # once for both
+            constraint = constraint.fork()
+        twin = type(self)(replace(self.params, **changes), (), constraint)
         twin.num_generated = self.num_generated
         twin._ranks = dict(self._ranks)
         twin._num_seen = self._num_seen

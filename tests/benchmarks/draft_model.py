@@ -112,7 +112,7 @@ async def measure(large: Path, small: Path, chosen: argparse.Namespace) -> None:
         pair = {}
         for drafts in (False, True):
             engine.draft = draft if drafts else None
-            pair[drafts] = await open_batcher(nursery, engine)
+            pair[drafts] = await open_batcher(nursery, engine, drafts=drafts)
         drafter = pair[True].ctx.drafter
         assert drafter is not None
         fields = {"max_tokens": chosen.tokens, "temperature": 0.0, "ignore_eos": True}

@@ -1,10 +1,11 @@
-"""Decoding with and without prompt lookup: on tasks that copy from their prompt, and on chat.
+"""Decoding with and without drafts: on tasks that copy from their prompt, on chat, and with a JSON schema.
 
-    python tests/benchmarks/prompt_lookup.py --quantize none --sequences 1 2 4 --rounds 5
+    python tests/benchmarks/prompt_lookup.py --quantize none --sequences 1 2 4 8 --rounds 5
 
-Two Batchers over one loaded model take turns, A-B-B-A, with the same requests; answers are compared token by token.
-A ratio is the time without drafts divided by the time with drafts, of each round's pair. A line has the median and the
-extremes. `draft_model.py` measures a draft model in the same way.
+One Batcher drafts nothing. The other looks prompts up, and drafts what a schema forces. Both are over one loaded model
+and take turns, A-B-B-A, with the same requests; answers are compared token by token. A ratio is the time without drafts
+divided by the time with drafts, of each round's pair. A line has the median and the extremes. `draft_model.py` measures
+a draft model in the same way.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from genbatch.actors.batcher.parts import context_factory
 from genbatch.actors.runtime.actor import ActorRef, start
 from genbatch.nif.context.engine import Engine, load_engine
 from genbatch.nif.engine_options import EngineOptions
-from genbatch.proto.messages import GenerateRequest, Message, Result
+from genbatch.proto.messages import GenerateRequest, Message, ResponseFormat, Result
 
 TEXT = (
     "The lighthouse keeper counted the ships each evening. On Monday there were seven, and on Tuesday only three,"
@@ -48,7 +49,25 @@ CHAT = (
     "Write a short story about a fox who learns to swim.",
     "Give me advice for my first job interview.",
 )
-TASKS = {"copying": COPYING, "chat": CHAT}
+JSON = (
+    "Describe a person as JSON.",
+    "Invent a customer of a shoe shop, as JSON.",
+    "Describe a teacher as JSON.",
+    "Describe your neighbour as JSON.",
+)
+TASKS = {"copying": COPYING, "chat": CHAT, "json": JSON}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "first_name": {"type": "string", "maxLength": 12},
+        "family_name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 18, "maximum": 99},
+        "is_registered": {"type": "boolean"},
+        "favourite_colour": {"enum": ["red", "green", "blue"]},
+    },
+    "required": ["first_name", "family_name", "age", "is_registered", "favourite_colour"],
+    "additionalProperties": False,
+}
 
 
 async def timed(ref: ActorRef, questions: Sequence[str], **fields: object) -> tuple[float, float, list[list[int]]]:
@@ -96,11 +115,13 @@ class Turns:
         )
 
 
-async def open_batcher(nursery: trio.Nursery, engine: Engine, *, prompt_lookup: bool = False) -> Batcher:
+async def open_batcher(nursery: trio.Nursery, engine: Engine, *, drafts: bool, prompt_lookup: bool = False) -> Batcher:
     """Start a Batcher over a loaded model."""
-    options = BatcherOptions(n_parallel=4, batch_timeout=20.0, batch_size=0, prompt_lookup=prompt_lookup)
+    options = BatcherOptions(n_parallel=8, batch_timeout=20.0, batch_size=0, prompt_lookup=prompt_lookup)
     batcher = Batcher(context_factory(engine, options), options)
     await start(nursery, batcher)
+    if not drafts:  # no option turns off what a grammar forces
+        batcher.stepper._drafts_of = lambda batch: None  # type: ignore[method-assign]
     return batcher
 
 
@@ -134,9 +155,18 @@ async def measure(chosen: argparse.Namespace) -> None:
     """Print a line for each task and size."""
     engine = load_engine(EngineOptions(model_path=chosen.model, quantize=chosen.quantize))
     async with trio.open_nursery() as nursery:
-        pair = {drafts: await open_batcher(nursery, engine, prompt_lookup=drafts) for drafts in (False, True)}
-        fields = {"max_tokens": chosen.tokens, "temperature": chosen.temperature, "seed": 7}
+        pair = {
+            drafts: await open_batcher(nursery, engine, drafts=drafts, prompt_lookup=drafts) for drafts in (False, True)
+        }
         for name in chosen.tasks:
+            fields: dict[str, object] = {
+                "max_tokens": chosen.tokens,
+                "temperature": chosen.temperature,
+                "frequency_penalty": chosen.frequency_penalty,
+                "seed": 7,
+            }
+            if name == "json":
+                fields["response_format"] = ResponseFormat(type="json_schema", schema=SCHEMA)
             for size in chosen.sequences:
                 turns = await take_turns(pair, TASKS[name], size, chosen.rounds, **fields)
                 print(f"{name:8} B={size}: {turns}", flush=True)
@@ -154,6 +184,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=120, help="most tokens of an answer")
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--frequency-penalty", type=float, default=0.0)
     trio.run(measure, parser.parse_args())
 
 

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 import torch
 
@@ -141,6 +142,76 @@ def test_checked_drafts_leave_what_single_steps_leave(tiny_model: TinyModel, win
         # Neither a block too many, nor the name of one that holds what was drafted in vain.
         assert len(context.kv.block_table(0, index)) == -(-len(held) // 4)
     context.close()
+
+
+class Planted:
+    """A constraint that allows every token. After `num_tokens` tokens its masks are slow or raise."""
+
+    fault = None
+    allowed = np.full(16, -1, np.int32)
+
+    def __init__(self, num_tokens: int, *, raises: bool = False) -> None:
+        self.num_tokens = num_tokens
+        self.raises = raises
+        self.tokens: list[int] = []
+
+    @property
+    def is_slow(self) -> bool:
+        return not self.raises and len(self.tokens) == self.num_tokens
+
+    def accept(self, token_id: int) -> None:
+        self.tokens.append(token_id)
+
+    def prepare(self) -> None:
+        assert not self.is_slow, "a slow mask was made on the model's thread"
+        if self.raises and len(self.tokens) == self.num_tokens:
+            raise ValueError("planted")
+
+    def forced(self) -> Sequence[int]:
+        return ()
+
+    def fork(self) -> "Planted":
+        raise AssertionError("no draft model")
+
+
+def begun(model: Model, constraints: Sequence[Planted]) -> tuple[Context, DecodeRun, list[list[int]]]:
+    """A run, and what each of its sequences will draw."""
+    prompts = [list(range(first, first + 11)) for first in range(20, 20 + 30 * len(constraints), 30)]
+    context = Context(model, HistoryRunner(), n_ctx=512, n_parallel=len(prompts), block_size=4)
+    for seq_id, prompt in enumerate(prompts):
+        context.prefill(prompt[:-1], seq_id, 0)
+    entries = [Entry(seq_id, prompt[-1:], len(prompt) - 1) for seq_id, prompt in enumerate(prompts)]
+    states = [SamplerState(PARAMS[0], (), constraint) for constraint in constraints]
+    run = context.decode_run(entries, states, max_steps=STEPS)
+    assert isinstance(run, DecodeRun)
+    return context, run, [expected(prompt, 12) for prompt in prompts]
+
+
+def test_a_draft_ends_where_a_mask_becomes_slow(tiny_model: TinyModel) -> None:
+    constraints = [Planted(3), Planted(100)]
+    context, run, told = begun(tiny_model("llama"), constraints)
+    drawn = run.verify([told[0][:6], told[1][:6]])
+    assert [[draw.token_id for draw in draws if not draw.failed] for draws in drawn] == [told[0][:3], told[1][:7]]
+    assert [constraint.tokens for constraint in constraints] == [told[0][:3], told[1][:7]]
+    constraints[0].num_tokens = 100  # another thread has made it
+    assert [draw.token_id for draw in run.step() if not draw.failed] == [told[0][3], told[1][7]]
+    assert [context.kv.length(seq_id) for seq_id in range(2)] == [14, 18]
+    context.kv.check_integrity()
+
+
+def test_an_error_within_drafts_leaves_the_draws_before_it_and_the_next_step_meets_it(tiny_model: TinyModel) -> None:
+    constraints = [Planted(2, raises=True), Planted(2, raises=True)]
+    context, run, told = begun(tiny_model("llama"), constraints)
+    drawn = run.verify([told[0][:6], told[1][:6]])
+    assert [[draw.token_id for draw in draws if not draw.failed] for draws in drawn] == [told[0][:2], told[1][:2]]
+    with pytest.raises(ValueError, match="planted"):
+        run.step()
+    assert [context.kv.length(seq_id) for seq_id in range(2)] == [12, 12]
+    constraints[1].num_tokens = 100
+    [[failed], alone] = run.verify([told[0][2:6], told[1][2:6]])
+    assert failed.failed and "planted" in failed.reason
+    assert [draw.token_id for draw in alone if not draw.failed] == told[1][2:7]
+    context.kv.check_integrity()
 
 
 def test_drafts_for_which_there_is_no_block_are_told_from_others(tiny_model: TinyModel) -> None:

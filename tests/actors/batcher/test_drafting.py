@@ -1,5 +1,6 @@
 """Prompt lookup: tokens that were said before are checked several at a time, and nothing but the time changes."""
 
+import json
 import random
 from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as ListOf
@@ -31,11 +32,14 @@ from genbatch.nif.models.model import load_model
 from genbatch.nif.runners.attention import ATTENTION_NAME
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.nif.sampling import prompt_lookup
+from genbatch.nif.sampling.grammar import build_tokenizer as build_llguidance_tokenizer
+from genbatch.nif.sampling.grammar import compile_matcher, convert
 from genbatch.nif.sampling.prompt_lookup import PromptLookup
-from genbatch.nif.sampling.sampler import Sampled, SampleFault
+from genbatch.nif.sampling.sampler import Sampled, SampleFault, forbid
 from genbatch.nif.step_costs import StepWork
 from genbatch.nif.step_time import StepTimeModel
-from genbatch.proto.messages import GenerateRequest, Result, Token
+from genbatch.proto.errors import InvalidRequest
+from genbatch.proto.messages import GenerateRequest, ResponseFormat, Result, Token, Usage
 from tests.nif.native.models import build_native_model
 from tests.nif.tiny_models import build_tokenizer
 from tests.simulation.history_runner import LoopingRunner
@@ -136,6 +140,7 @@ class Sequences:
                 num_generated=0,
                 tokens=text[:prompt],
                 sampler=self.sampler(),
+                forced_chance=0.9,
             )
             for text in texts
         ]
@@ -145,7 +150,7 @@ class Sequences:
 
     @staticmethod
     def sampler() -> Any:
-        return SimpleNamespace(edits=False)
+        return SimpleNamespace(forced=lambda: ())
 
     def step(self) -> list[int]:
         """Lengths of the drafts."""
@@ -241,10 +246,25 @@ def test_nobody_is_drafted_beyond_its_last_token() -> None:
     assert world.at[0] - 60 == 41
 
 
-def test_what_edits_its_logits_by_the_tokens_before_is_not_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Sequences, "sampler", staticmethod(lambda: SimpleNamespace(edits=True)))
-    world = Sequences([copying(random.Random(9))], 60, step_s=1.0, row_s=0.02)
-    assert [world.step() for _ in range(30)] == [[0]] * 30
+def test_forced_tokens_are_drafted_before_any_guess_and_no_longer_where_they_are_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = copying(random.Random(9))
+    at = [60]
+    monkeypatch.setattr(
+        Sequences, "sampler", staticmethod(lambda: SimpleNamespace(forced=lambda: text[at[0] : at[0] + 3]))
+    )
+    world = Sequences([text], 60, step_s=1.0, row_s=0.02)
+    lengths = []
+    for _ in range(30):
+        lengths.append(world.step()[0])
+        at[0] = world.at[0]
+    assert lengths[1:] == [3] * 29
+    assert world.sequences[0].forced_chance > 0.98
+    text = [7] * len(text)  # what is forced is another text now than what is drawn
+    lengths = [world.step()[0] for _ in range(60)]
+    assert lengths[0] == 3 and lengths[-1] == 0
+    assert world.sequences[0].forced_chance < 0.1
 
 
 # The Batcher
@@ -297,7 +317,15 @@ async def ask(model: Model, open_runner: Callable[[], Any], requests: list[dict[
 
         async def one(index: int, fields: dict[str, Any]) -> None:
             request = GenerateRequest(**{"max_tokens": 60, "ignore_eos": True, "temperature": 0.0, **fields})
-            results[index] = await ref.call(Generate(request, streams[index].append), timeout=None)
+            try:
+                results[index] = await ref.call(Generate(request, streams[index].append), timeout=None)
+            except InvalidRequest as refused:  # such as a grammar that the allowed tokens cannot write
+                results[index] = Result(
+                    text=str(refused),
+                    token_ids=[],
+                    finish_reason="error",
+                    usage=Usage(prompt_tokens=0, completion_tokens=0),
+                )
 
         async with trio.open_nursery() as nursery:
             for index, fields in enumerate(requests):
@@ -402,8 +430,32 @@ ASKED = st.lists(
             "prompt_logprobs": st.sampled_from([None, None, 1]),
             "logit_bias": st.sampled_from([None, None, {7: 4.0}]),
             "n": st.sampled_from([1, 1, 2]),
-        }
-    ),
+            "frequency_penalty": st.sampled_from([0.0, 0.0, 0.7]),
+            "presence_penalty": st.sampled_from([0.0, 0.0, -0.5]),
+            "top_p": st.sampled_from([1.0, 0.8]),
+            "bad_words": st.sampled_from([[], [], ["ab", "e"]]),
+            "allowed_token_ids": st.sampled_from([None, None, list(range(3, 200))]),
+        },
+        optional={
+            "regex": st.sampled_from(["(ab|c)*", "the constant text [0-9]+ and another constant( text)+", "a{40}b"]),
+            "response_format": st.sampled_from(
+                [
+                    ResponseFormat(type="json_object"),
+                    ResponseFormat(
+                        type="json_schema",
+                        schema={
+                            "type": "object",
+                            "properties": {"name": {"type": "string", "maxLength": 5}, "count": {"type": "integer"}},
+                            "required": ["name", "count"],
+                            "additionalProperties": False,
+                        },
+                    ),
+                ]
+            ),
+        },
+    )
+    .filter(lambda asked: not ("regex" in asked and "response_format" in asked))
+    .map(lambda asked: {**asked, "ignore_eos": False} if {"regex", "response_format"} & asked.keys() else asked),
     min_size=1,
     max_size=4,
 )
@@ -434,7 +486,7 @@ def test_lookup_changes_no_answer_no_stream_and_no_bit_of_a_logprob(
     """The small pool pauses sequences in between; windows move on under drafts."""
     model, opened = native_model(family)
     requests = [{**one, **_fitting(one, n_ctx - len(one["token_ids"]))} for one in requests]
-    options = {"n_ctx": n_ctx, "scheduler_policy": policy}
+    options: dict[str, Any] = {"n_ctx": n_ctx, "scheduler_policy": policy}
     plain = trio.run(lambda: ask(model, opened, requests, prompt_lookup=False, **options))
     tell(requests, plain)
     same(trio.run(lambda: ask(model, opened, requests, prompt_lookup=True, **options)), plain)
@@ -488,22 +540,148 @@ LOOPING: dict[str, Any] = {"token_ids": list(range(20, 32)), "max_tokens": 120}
 
 
 @pytest.mark.parametrize(
-    ("requests", "options"),
-    [
-        ([LOOPING], {"prompt_lookup": False}),
-        ([LOOPING], {"async_batching": False}),
-        ([{**LOOPING, "frequency_penalty": 0.1}], {}),
-        ([{**LOOPING, "logit_bias": {7: 1.0}}], {}),
-        ([{**LOOPING, "regex": "(ab)*", "ignore_eos": False}], {}),
-        ([{**LOOPING, "min_tokens": 120, "ignore_eos": False}], {}),
-    ],
-    ids=["option off", "no runs", "penalty", "bias", "grammar", "min_tokens"],
+    "options", [{"prompt_lookup": False}, {"async_batching": False}], ids=["option off", "no runs"]
 )
-def test_what_is_never_drafted(
-    tiny_model: TinyModel, _clock: None, requests: list[dict[str, Any]], options: dict[str, Any]
-) -> None:
-    _, _, counted = trio.run(lambda: ask(tiny_model("llama"), LoopingRunner, requests, **options))
+def test_what_is_never_drafted(tiny_model: TinyModel, _clock: None, options: dict[str, Any]) -> None:
+    _, _, counted = trio.run(lambda: ask(tiny_model("llama"), LoopingRunner, [LOOPING], **options))
     assert counted["drafted"] == 0
+
+
+EDITS: dict[str, dict[str, Any]] = {
+    "repetition penalty": {"repetition_penalty": 1.3},
+    "frequency penalty": {"frequency_penalty": 0.1},
+    "presence penalty": {"presence_penalty": 0.5, "temperature": 0.8, "seed": 3},
+    "bias": {"logit_bias": {7: 1.0}},
+    "min_tokens": {"min_tokens": 85, "ignore_eos": False},
+    "logprobs": {"logprobs": 3, "frequency_penalty": 0.1},
+    "temperature and seed": {"temperature": 0.9, "seed": 5, "repetition_penalty": 1.1},
+    "regex": {"regex": "([a-y] ?){30,}", "ignore_eos": False},
+    "json": {"response_format": ResponseFormat(type="json_object"), "ignore_eos": False},
+    "bad words": {"bad_words": ["e"]},
+    "allowed tokens": {"allowed_token_ids": list(range(3, 300))},
+    "choices": {"n": 2, "temperature": 0.7, "seed": 2, "frequency_penalty": 0.3},
+}
+
+
+@pytest.mark.parametrize("edits", EDITS)
+def test_what_edits_its_logits_is_drafted_and_gives_the_same_bits(
+    native_model: NativeModel, _clock: None, _guessing: None, edits: str
+) -> None:
+    """Each draft has right tokens and a wrong one: a draw sees exactly the tokens before it."""
+    model, opened = native_model("llama")
+    request = {"token_ids": prompt_of(4, 3), "max_tokens": 90, **EDITS[edits]}
+    plain = trio.run(lambda: ask(model, opened, [request], prompt_lookup=False))
+    tell([request], plain)
+    drafted = trio.run(lambda: ask(model, opened, [request], prompt_lookup=True))
+    same(drafted, plain)
+    assert drafted[2]["drafted"] > drafted[2]["accepted"] > 0
+    assert drafted[2]["steps"] < plain[2]["steps"]
+
+
+@pytest.mark.parametrize("edits", EDITS)
+def test_a_draft_model_draws_with_the_penalties_and_the_grammar_of_its_sequence(
+    native_model: NativeModel, _clock: None, edits: str
+) -> None:
+    """The model drafts for itself, so with the same sampler no draft is wrong."""
+    made = native_model("llama")
+    request = {"token_ids": prompt_of(4, 3), "max_tokens": 90, **EDITS[edits]}
+    plain = trio.run(lambda: ask(*made, [request], prompt_lookup=False))
+    drafted = trio.run(lambda: ask(*made, [request], prompt_lookup=False, open_drafter=drafting_with(made)))
+    same(drafted, plain)
+    assert drafted[2]["accepted"] == drafted[2]["drafted"] > 0
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "first_name": {"type": "string", "maxLength": 8},
+        "shoe_size": {"type": "integer", "minimum": 30, "maximum": 50},
+        "is_registered": {"type": "boolean"},
+    },
+    "required": ["first_name", "shoe_size", "is_registered"],
+    "additionalProperties": False,
+}
+
+
+def test_the_text_that_a_schema_forces_is_drafted_by_default_and_the_answer_is_generates(
+    smollm2: Model, _clock: None
+) -> None:
+    """transformers draws with the same masks, one token a forward."""
+    turns = [{"role": "user", "content": "Describe a person as JSON."}]
+    prompt = smollm2.tokenizer.apply_chat_template(turns)
+    settings = {"tokenizer": smollm2.tokenizer.backend.to_str(), "n_vocab": smollm2.vocab_size, "eos_token": [2]}
+    constraint = compile_matcher(build_llguidance_tokenizer(settings), convert("json_schema", json.dumps(SCHEMA)))
+
+    def masked(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] > len(prompt):
+            constraint.accept(int(ids[0, -1]))
+        row = scores.numpy().copy()
+        forbid(row, [constraint])
+        return torch.from_numpy(row)
+
+    ids = torch.tensor([prompt])
+    smollm2.hf.set_attn_implementation("sdpa")
+    try:
+        out = smollm2.hf.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=60,
+            do_sample=False,
+            repetition_penalty=1.1,
+            eos_token_id=2,
+            logits_processor=[masked],
+        )
+    finally:
+        smollm2.hf.set_attn_implementation(ATTENTION_NAME)
+    opened = choose_runner(smollm2, EngineOptions(runner="native"))
+    request = {
+        "token_ids": prompt,
+        "max_tokens": 60,
+        "repetition_penalty": 1.1,
+        "ignore_eos": False,
+        "response_format": ResponseFormat(type="json_schema", schema=SCHEMA),
+    }
+    [answer], _, counted = trio.run(lambda: ask(smollm2, lambda: opened(4), [request], prompt_lookup=False))
+    assert answer.token_ids == out[0, len(prompt) :].tolist()
+    assert json.loads(answer.text).keys() == SCHEMA["properties"].keys()
+    assert counted["accepted"] >= 6 and counted["steps"] <= len(answer.token_ids) - 6
+    # A draft reaches the end of the answer: after the last brace nothing but the end token may come.
+    assert answer.token_ids[-1] == 2
+
+
+def test_a_copy_with_a_repetition_penalty_is_what_generate_says(smollm2: Model, _clock: None) -> None:
+    text = "The keeper wrote every name into a green book: Aurora, Swift, Marigold, Old Thomas, the Lady Grey."
+    turns = [{"role": "user", "content": f"Repeat the following text exactly, word by word:\n\n{text}"}]
+    prompt = smollm2.tokenizer.apply_chat_template(turns)
+    ids = torch.tensor([prompt])
+    smollm2.hf.set_attn_implementation("sdpa")
+    try:
+        out = smollm2.hf.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=24,
+            min_new_tokens=24,
+            do_sample=False,
+            repetition_penalty=1.05,
+        )
+    finally:
+        smollm2.hf.set_attn_implementation(ATTENTION_NAME)
+    opened = choose_runner(smollm2, EngineOptions(runner="native"))
+    request = {"token_ids": prompt, "max_tokens": 24, "repetition_penalty": 1.05}
+    [answer], _, counted = trio.run(lambda: ask(smollm2, lambda: opened(4), [request]))
+    assert answer.token_ids == out[0, len(prompt) :].tolist()
+    assert counted["accepted"] >= 4
+
+
+def test_runs_of_more_than_two_are_not_looked_up(native_model: NativeModel, _clock: None, _guessing: None) -> None:
+    model, opened = native_model("llama")
+    requests = [{"token_ids": prompt_of(seed, 3), "max_tokens": 60} for seed in (1, 2, 3)]
+    plain = trio.run(lambda: ask(model, opened, requests, prompt_lookup=False))
+    tell(requests, plain)
+    drafted = trio.run(lambda: ask(model, opened, requests))
+    same(drafted, plain)
+    assert drafted[2]["drafted"] == 0
+    assert trio.run(lambda: ask(model, opened, requests[:2]))[2]["drafted"] > 0
 
 
 def test_runs_of_more_than_four_are_not_drafted(
@@ -517,7 +695,9 @@ def test_runs_of_more_than_four_are_not_drafted(
         begin(drafts)
 
     monkeypatch.setattr(RunDrafts, "begin", noted)
-    requests = [{**LOOPING, "max_tokens": 60 + 5 * index} for index in range(6)]
+    requests = [
+        {**LOOPING, "max_tokens": 60 + 5 * index, "regex": "([a-y] ?){200}", "ignore_eos": False} for index in range(6)
+    ]
     trio.run(lambda: ask(tiny_model("llama"), LoopingRunner, requests, n_parallel=6))
     assert set(sizes) == {1, 2, 3, 4}
 

@@ -281,3 +281,17 @@ def test_a_channel_of_thinking_that_the_model_ends_itself_is_left_alone() -> Non
     for piece in ("<|channel|>", "analysis", "<|message|>", "hm", "<|end|>", *["hm"] * 12):
         budget.accept(ids[piece])
         assert allowed(budget) == set(range(64)), piece
+
+
+def test_the_ending_is_forced_beyond_the_budget_and_a_fork_goes_its_own_way() -> None:
+    budget, ids = channels(2)
+    for piece in ("<|channel|>", "analysis", "<|message|>", "hm"):
+        budget.accept(ids[piece])
+        assert allowed(budget) and budget.forced() == ()
+    fork = budget.fork()
+    for piece in ("hm", "<|end|>"):
+        fork.accept(ids[piece])
+        allowed(fork)
+    assert fork.forced() == [ids[piece] for piece in ("<|start|>", "assistant", "<|channel|>")]
+    assert allowed(fork) == {ids["<|start|>"]}
+    assert len(allowed(budget)) > 1 and budget.forced() == ()

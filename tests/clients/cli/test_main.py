@@ -125,7 +125,7 @@ def test_every_option_of_serve_reaches_the_service(monkeypatch: pytest.MonkeyPat
         pause_order=PauseOrder.OLDEST,
         max_pauses=5,
         async_batching=False,
-        prompt_lookup=True,
+        prompt_lookup=False,
         strip_billing_header=False,
         cpu_offload_space=1.5,
         system_prompts=("Be brief.", "Be kind."),
@@ -247,7 +247,7 @@ def test_every_option_of_serve_reaches_the_service(monkeypatch: pytest.MonkeyPat
     given += [
         "--no-async-batching",
         "--no-strip-billing-header",
-        "--prompt-lookup",
+        "--no-prompt-lookup",
         "--otel",
         "--batch-invariant",
         "--spare-engine",

@@ -1,12 +1,14 @@
-"""Perplexity of NativeRunner's modes on the language reference that Python ships (pydoc_data); a program.
+"""Perplexity of NativeRunner's modes on a text, by default the language reference that Python ships; a program.
 
 python tests/nif/native/measure_perplexity.py --model smollm2 --modes float32 int8 float32/int8 --windows 12
+python tests/nif/native/measure_perplexity.py --model model.gguf --text LICENSE
 
 A mode is a dtype or "int8" or "int4"; behind a slash stand the numbers of keys and values.
 """
 
 import argparse
 import math
+from pathlib import Path
 from pydoc_data import topics
 
 import numpy as np
@@ -47,9 +49,13 @@ def main() -> None:
     parser.add_argument(
         "--modes", nargs="+", default=["bfloat16", "float32", "int8"], help="the first is compared with"
     )
-    parser.add_argument("--windows", type=int, default=43, help=f"of {WINDOW} tokens")
+    parser.add_argument("--windows", type=int, default=43, help=f"at most, of {WINDOW} tokens")
+    parser.add_argument("--text", type=Path, help="a file in UTF-8")
     options = parser.parse_args()
-    text = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))[CHARACTERS]
+    if options.text is None:
+        text = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))[CHARACTERS]
+    else:
+        text = options.text.read_text(encoding="utf-8")
     base = None
     for mode in options.modes:
         weights, _, kv = mode.partition("/")
@@ -59,6 +65,8 @@ def main() -> None:
         runner = native_runner(model, quantize=quantize, kv_dtype=kv or None)
         runner.allocate([WINDOW // 16], 16)
         tokens = torch.tensor(model.tokenizer.encode(text))[: options.windows * WINDOW]
+        if len(tokens) < WINDOW:
+            parser.error(f"the text has {len(tokens)} tokens; a window has {WINDOW}")
         nll = mean_nll(runner, tokens, model.vocab_size)
         runner.close()
         base = nll if base is None else base

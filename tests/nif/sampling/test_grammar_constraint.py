@@ -7,6 +7,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,13 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genbatch.nif.models.loaded_model import Model
-from genbatch.nif.sampling import grammar_checker
+from genbatch.nif.sampling import grammar, grammar_checker
 from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.grammar import FIRST_S, GrammarConstraint
 from genbatch.nif.sampling.grammar_compiler import MAX_CACHED, GrammarCompiler, GrammarError
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, forbid, sample
 
 END = 2
+FORCING = ("the quick (brown|black) fox", "[0-9]{3}-constant", "a{20}(b|c)d{5}")
 HOSTILE = "(ab|c)*" * 9000  # seconds, if it were let
 
 
@@ -102,6 +105,73 @@ def test_a_fork_goes_its_own_way(compiler: GrammarCompiler, model: Model) -> Non
     second.accept(c)
     assert model.tokenizer.encode("b") == allowed(first)
     assert model.tokenizer.encode("d") == allowed(second)
+
+
+@given(st.sampled_from(FORCING), st.randoms(use_true_random=False))
+def test_forced_tokens_may_follow_one_another(
+    compiler: GrammarCompiler, model: Model, regex: str, random: Random
+) -> None:
+    constraint = one(compiler, "regex", regex)
+    num_forced = 0
+
+    def choose(tokens: list[int]) -> int:
+        nonlocal num_forced
+        fork = constraint.fork()
+        for token_id in constraint.forced():
+            num_forced += 1
+            assert token_id in allowed(fork)
+            fork.accept(token_id)
+        assert allowed(constraint) == tokens  # the fork did not move it
+        return random.choice(tokens)
+
+    assert re.fullmatch(regex, write(constraint, model, choose))
+    assert num_forced
+
+
+def test_the_end_is_forced_where_nothing_else_may_follow(compiler: GrammarCompiler, model: Model) -> None:
+    constraint = one(compiler, "regex", "ab|cd")
+    allowed(constraint)
+    assert constraint.forced() == []
+    for token_id in model.tokenizer.encode("ab"):
+        constraint.accept(token_id)
+    allowed(constraint)
+    assert constraint.forced() == [END]
+
+
+def test_a_long_forced_text_is_found_once_and_again_only_after_another_token(
+    compiler: GrammarCompiler, model: Model
+) -> None:
+    constraint = one(compiler, "regex", "x" + "abcd" * 200 + "y")
+    matcher, calls = constraint._matcher, 0
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            nonlocal calls
+            calls += name == "compute_ff_tokens"
+            return getattr(matcher, name)
+
+    allowed(constraint)
+    constraint._matcher = Counting()  # type: ignore[assignment]
+    found = len(constraint.forced())
+    for _ in range(5):
+        constraint.accept(constraint.forced()[0])
+        assert constraint.forced()
+    assert calls == 1 and len(constraint.forced()) == found - 5
+    [whole] = constraint.forced()[:1]
+    constraint.accept(whole + 1)
+    assert constraint._forced == []
+
+
+def test_finding_forced_tokens_has_a_budget_and_no_effect_on_the_masks(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar, "FORCING_S", 0.001)
+    monkeypatch.setattr(grammar, "PER_TOKEN_S", 0.0)
+    constraint = one(compiler, "regex", "abcdef")
+    allowed(constraint)
+    constraint._forcing_s = 0.002
+    assert constraint.forced() == []
+    assert constraint.fault is None
 
 
 def test_a_state_is_a_function_of_its_tokens_however_often_it_is_prepared(

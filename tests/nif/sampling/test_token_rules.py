@@ -39,3 +39,14 @@ def test_a_token_may_follow_if_it_is_allowed_and_completes_no_bad_sequence(
         assert (rules.fault is None) is bool(expected)
         if place < len(output):
             rules.accept(output[place])
+
+
+def test_a_fork_knows_the_tokens_so_far_and_changes_nothing() -> None:
+    rules = TokenRules(range(10), [(3, 4)], 3, TokenRules(range(8), [(5, 6)], 3))
+    for token_id in (5, 3):
+        rules.accept(token_id)
+    fork = rules.fork()
+    assert allowed_by(fork) == set(range(8)) - {4}
+    fork.accept(5)
+    assert allowed_by(fork) == set(range(8)) - {6}
+    assert allowed_by(rules) == set(range(8)) - {4}
