@@ -5,7 +5,7 @@
     python tests/benchmarks/gpu.py --dry-run --results DIR          # a tiny model, under Triton's interpreter
 
     tests        every kernel test and every test marked gpu
-    decode-8b    bandwidth; decode of an 8B shape at 64, 1, 16 and 256 rows; then transformers
+    decode-8b    bandwidth; decode of an 8B shape at 64, 1, 16 and 256 rows, and packed; then transformers
     decode-0.6b  the same for 0.6B, time to the first token, a mixed load; then transformers and FlashInfer
     service      `genbatch bench` over a service of the 0.6B shape
     races        steps held up by torch.cuda._sleep; compute-sanitizer over the kernels, where it is installed

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -83,6 +84,9 @@ class Bench:
             return
         for batch_size in self._batches():
             yield f"decode B={batch_size}", partial(self.decode, batch_size)
+        if self.part == "decode-8b":
+            for quantize, batch_size in product(("int4", "int8"), self.plan.batches[:3]):
+                yield f"decode {quantize} B={batch_size}", partial(self.packed_decode, quantize, batch_size)
         if self.part == "decode-0.6b":
             for length in self.plan.prompts:
                 yield f"TTFT, {length} prompt tokens", partial(self.first_token, length)
@@ -137,6 +141,13 @@ class Bench:
             for kernel in kernels[:8]:
                 figure, note = f"{kernel.seconds * 1e6:.0f} us", f"{kernel.launches:g} launches a step"
                 report("figure", f"{case}, {kernel.name}", figure=figure, note=note)
+        context.close()
+
+    def packed_decode(self, quantize: str, batch_size: int) -> None:
+        context = begin_decodes(self.model, self.plan, batch_size, quantize)
+        rate, host = overlapped_decode_rate(context, self.plan, batch_size)
+        case = f"decode {quantize} B={batch_size} context {self.plan.context}, steps overlapped"
+        report("figure", case, figure=f"{rate:,.0f} tok/s", note=f"the host works {host * 1e6:.0f} us a step")
         context.close()
 
     def first_token(self, length: int) -> None:
