@@ -21,19 +21,9 @@ from torch.nn.functional import embedding, linear
 from genbatch.nif.cuda_device import Device
 from genbatch.nif.errors import OptionError
 from genbatch.nif.kernels.elementwise import add_rms_norm, rope_and_write, silu_mul
-from genbatch.nif.kernels.linear import (
-    GROUP,
-    HeadShape,
-    PackedWeight,
-    Residual,
-    Rotation,
-    TileLinear,
-    from_groups,
-    linear_tiles,
-    pack,
-    unpacked,
-)
+from genbatch.nif.kernels.linear import HeadShape, Residual, Rotation, TileLinear, linear_tiles
 from genbatch.nif.kernels.lora import NormedRows
+from genbatch.nif.kernels.packed_weight import GROUP, PackedWeight, from_groups, pack, unpacked
 from genbatch.nif.kernels.paged_attention import AttentionSetting, SharePlan, paged_attention, plan_shares
 from genbatch.nif.kernels.sample import next_tokens
 from genbatch.nif.runners.attention import LayerPool

@@ -24,16 +24,8 @@ import torch
 
 from genbatch.nif.kernels import paged_attention as attention
 from genbatch.nif.kernels.attend_keys import Tile
-from genbatch.nif.kernels.linear import (
-    HeadShape,
-    LinearTile,
-    LinearTiles,
-    PackedWeight,
-    Residual,
-    Rotation,
-    TileLinear,
-    pack,
-)
+from genbatch.nif.kernels.linear import HeadShape, LinearTile, LinearTiles, Residual, Rotation, TileLinear
+from genbatch.nif.kernels.packed_weight import PackedWeight, pack
 
 IS_DRY = "GPU_DRY_RUN" in os.environ
 DEVICE = torch.device("cpu" if IS_DRY else "cuda")

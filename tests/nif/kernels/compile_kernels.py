@@ -24,8 +24,9 @@ import triton
 
 from genbatch.nif.kernels.attend_keys import Tile, programs_per_processor
 from genbatch.nif.kernels.elementwise import add_rms_norm, copy_blocks, rope_and_write, silu_mul, write_kv
-from genbatch.nif.kernels.linear import HeadShape, Residual, Rotation, TileLinear, linear_tiles, pack, unpacked
+from genbatch.nif.kernels.linear import HeadShape, Residual, Rotation, TileLinear, linear_tiles
 from genbatch.nif.kernels.lora import LoraParts, NormedRows, lora_delta
+from genbatch.nif.kernels.packed_weight import pack, unpacked
 from genbatch.nif.kernels.paged_attention import AttentionSetting, paged_attention, plan_shares
 from genbatch.nif.kernels.sample import draw_tokens, edit_logits, gather_logprobs, next_tokens
 from genbatch.nif.sampling.device_draws import row_edits

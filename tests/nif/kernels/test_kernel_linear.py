@@ -8,19 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genbatch.nif.kernels.linear import (
-    GROUP,
-    KINDS,
-    HeadShape,
-    Residual,
-    Rotation,
-    TileLinear,
-    from_groups,
-    linear_tiles,
-    pack,
-    unpack,
-    unpacked,
-)
+from genbatch.nif.kernels.linear import HeadShape, Residual, Rotation, TileLinear, linear_tiles
+from genbatch.nif.kernels.packed_weight import GROUP, KINDS, from_groups, pack, unpack, unpacked
 from tests.nif.kernels import reference
 
 EPS = 1e-5

@@ -13,7 +13,7 @@ import triton
 from genbatch.nif.context import Context
 from genbatch.nif.cuda_device import CPU
 from genbatch.nif.errors import OptionError
-from genbatch.nif.kernels.linear import PackedWeight, unpack, unpacked
+from genbatch.nif.kernels.packed_weight import PackedWeight, unpack, unpacked
 from genbatch.nif.models.model import load_model
 from genbatch.nif.runners import lean_llama
 from genbatch.nif.runners.lean_llama import is_packed, pack_model

@@ -1,0 +1,245 @@
+"""PackedWeight: a weight as our own products read it, whole or packed to 8 or 4 bits.
+
+8 bits have a scale per output channel, 4 bits a scale and a zero per group of 64 inputs, which is what GPTQ and AWQ
+checkpoints hold too. The functions for kernels multiply a tile of the inputs with packed weights (ADR 90).
+"""
+# A kernel's arguments are Triton's, not Python's: type checkers see only the launchers.
+# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: disallow-incomplete-defs=False
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+GROUP = 64
+"""Inputs that share a scale in 4 bits, and that the products take at a time."""
+KINDS = ("none", "int8", "fp8", "int4")
+_LARGEST_FP8 = 448.0  # of e4m3
+NIBBLE_OFFSETS = {torch.bfloat16: 128, torch.float16: 1024}  # above it, the type's whole numbers are one apart
+_UNPACKED_INPUTS = 1024  # of a program: each of 64 threads loads 16 bytes of 8-bit weights
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """One projection, or several merged, of `num_inputs` to `num_outputs`."""
+
+    data: torch.Tensor  # [N, K] in the model's type, int8 or fp8; for 4 bits [N, groups * GROUP / 2] uint8
+    bits: int  # 4, 8, or 0 for the model's type
+    num_inputs: int
+    # [N] float32; for 4 bits [N, groups] int32: a float32 with the group's zero in its lowest 4 bits, so that one load
+    # reads both. A weight is (nibble - zero) * scale.
+    scales: torch.Tensor | None = None
+    bias: torch.Tensor | None = None  # [N]
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.data)
+
+    @property
+    def num_groups(self) -> int:
+        return self.scales.shape[1] if self.scales is not None and self.bits == 4 else 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a step reads of it."""
+        parts = (self.data, self.scales, self.bias)
+        return sum(part.nbytes for part in parts if part is not None)
+
+
+def pack(weight: torch.Tensor, bias: torch.Tensor | None, kind: str) -> PackedWeight:
+    """Packs [N, K] weights; `kind` is one of KINDS."""
+    num_inputs = weight.shape[1]
+    if kind == "none":
+        return PackedWeight(weight, 0, num_inputs, bias=bias)
+    wide = weight.float()
+    if kind in ("int8", "fp8"):
+        largest = 127.0 if kind == "int8" else _LARGEST_FP8
+        scales = wide.abs().amax(1).clamp_min(1e-12) / largest
+        scaled = wide / scales[:, None]
+        data = scaled.round().to(torch.int8) if kind == "int8" else scaled.to(torch.float8_e4m3fn)
+        return PackedWeight(data, 8, num_inputs, scales=scales, bias=bias)
+    assert kind == "int4", kind
+    padded = torch.nn.functional.pad(wide, (0, -num_inputs % (2 * GROUP)))
+    groups = padded.view(len(wide), -1, GROUP)
+    # The range holds 0, so that padding and pruned weights stay exactly 0.
+    low, high = groups.amin(2).clamp_max(0.0), groups.amax(2).clamp_min(0.0)
+    scales = ((high - low) / 15.0).clamp_min(1e-12)
+    zeros = (-low / scales).round().clamp(0, 15)
+    nibbles = (groups / scales[..., None] + zeros[..., None]).round().clamp(0, 15)
+    return from_groups(nibbles.to(torch.uint8), scales, zeros.to(torch.uint8), num_inputs, bias)
+
+
+def from_groups(
+    nibbles: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, num_inputs: int, bias: torch.Tensor | None
+) -> PackedWeight:
+    """4-bit weights whose groups are quantised already.
+
+    Scales keep 20 of 24 bits. Those of GPTQ and AWQ checkpoints, which have 11, stay as they are.
+
+    Args:
+        nibbles: [N, groups, GROUP] uint8 below 16; the number of groups is even.
+        scales: [N, groups].
+        zeros: [N, groups] uint8.
+        num_inputs: K, at most groups * GROUP.
+    """
+    pairs = nibbles.view(len(nibbles), -1, 2, GROUP)
+    data = (pairs[:, :, 0] | (pairs[:, :, 1] << 4)).flatten(1)
+    bits = scales.float().contiguous().view(torch.int32)
+    return PackedWeight(data.contiguous(), 4, num_inputs, scales=(bits & ~0xF) | zeros.int(), bias=bias)
+
+
+def unpack(weight: PackedWeight) -> torch.Tensor:
+    """The weights [N, K] in float32, as the products use them; the twin of what the kernel does tile by tile."""
+    if weight.bits == 0:
+        return weight.data.float()
+    assert weight.scales is not None
+    if weight.bits == 8:
+        return weight.data.float() * weight.scales[:, None]
+    zeros = weight.scales & 0xF
+    scales = (weight.scales & ~0xF).view(torch.float32)
+    pairs = weight.data.view(len(weight.data), -1, 1, GROUP)
+    nibbles = torch.cat((pairs & 0xF, pairs >> 4), dim=2).view(len(weight.data), -1, GROUP).float()
+    wide = (nibbles - zeros.float()[..., None]) * scales[..., None]
+    return wide.flatten(1)[:, : weight.num_inputs]
+
+
+@triton.jit
+def _scale_and_zero(word):
+    """The two parts of a word of `PackedWeight.scales`."""
+    return (word & -16).to(tl.float32, bitcast=True), word & 0xF
+
+
+@triton.jit
+def _unpack_kernel(
+    out_ptr,  # [N, K]
+    weight_ptr,  # packed, see PackedWeight
+    scale_ptr,
+    K: tl.constexpr,
+    BITS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    """One program: INPUTS weights of one output."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * INPUTS + tl.arange(0, INPUTS)
+    inside = columns < K
+    if BITS == 4:
+        group = columns // GROUP
+        bytes_at = row * (NUM_GROUPS * GROUP // 2) + group // 2 * GROUP + columns % GROUP
+        packed = tl.load(weight_ptr + bytes_at, mask=inside, other=0).to(tl.int32)
+        scale, zero = _scale_and_zero(tl.load(scale_ptr + row * NUM_GROUPS + group, mask=inside, other=0))
+        wide = (((packed >> (group % 2 * 4)) & 0xF) - zero).to(tl.float32) * scale
+    else:
+        wide = tl.load(weight_ptr + row * K + columns, mask=inside, other=0.0).to(tl.float32) * tl.load(scale_ptr + row)
+    tl.store(out_ptr + row * K + columns, wide.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def unpacked(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+    """The weights [N, K] in `dtype`, for the library's products; in a buffer of their own if they are packed."""
+    if weight.bits == 0:
+        return weight.data
+    num_outputs, num_inputs = weight.num_outputs, weight.num_inputs
+    out = torch.empty((num_outputs, num_inputs), dtype=dtype, device=weight.data.device)
+    _unpack_kernel[(num_outputs, triton.cdiv(num_inputs, _UNPACKED_INPUTS))](
+        out,
+        weight.data,
+        weight.scales,
+        K=num_inputs,
+        BITS=weight.bits,
+        NUM_GROUPS=weight.num_groups,
+        GROUP=GROUP,
+        INPUTS=_UNPACKED_INPUTS,
+        num_warps=2,
+    )
+    return out
+
+
+@triton.jit
+def times_bytes(x, weight_ptr, outputs, used, columns, K: tl.constexpr):
+    """The product [SPLITS, ROWS, COLUMNS] with 8-bit weights [outputs, K], without their scales."""
+    weight = tl.load(
+        weight_ptr + outputs.to(tl.int64)[None, None, :] * K + columns[:, :, None],
+        mask=used[None, None, :] & (columns < K)[:, :, None],
+        other=0.0,
+    )
+    if weight.dtype.is_fp8():
+        weight = weight.to(tl.float32)  # Triton 3.6 has no way from fp8 to bfloat16 on 8.9
+    return tl.dot(x, weight.to(x.dtype), input_precision="ieee")
+
+
+@triton.jit
+def load_scaling(scale_ptr, outputs, used, pair, NUM_GROUPS: tl.constexpr):
+    """The words [SPLITS, COLUMNS] int64 of pairs of groups: the low nibbles' in the lower half, then the high ones'."""
+    cells = outputs.to(tl.int64)[None, :] * (NUM_GROUPS // 2) + pair[:, None]
+    mask = used[None, :] & (pair < NUM_GROUPS // 2)[:, None]
+    return tl.load(scale_ptr.to(tl.pointer_type(tl.int64)) + cells, mask=mask, other=0)
+
+
+@triton.jit
+def times_nibbles(
+    x,  # [SPLITS, ROWS, KS], the inputs of the low nibbles
+    x_high,  # of the high ones
+    weight_ptr,
+    outputs,
+    used,
+    bytes_at,  # [SPLITS, KS]
+    scaling,  # see `load_scaling`
+    NUM_BYTES: tl.constexpr,
+    OFFSET: tl.constexpr,
+):
+    """The product [SPLITS, ROWS, COLUMNS] with 4-bit weights of two groups for each split.
+
+    Whole numbers below 2,048 (256 in bfloat16) are exact in every type; the scales are applied in float32.
+    """
+    scale, zero = _scale_and_zero(scaling.to(tl.int32))
+    scale_high, zero_high = _scale_and_zero((scaling >> 32).to(tl.int32))
+    packed = tl.load(
+        weight_ptr + outputs.to(tl.int64)[None, None, :] * NUM_BYTES + bytes_at[:, :, None],
+        mask=used[None, None, :] & (bytes_at < NUM_BYTES)[:, :, None],
+        other=0,
+    )
+    if OFFSET == 0:
+        low, high = (packed & 0xF).to(x.dtype), (packed >> 4).to(x.dtype)
+    else:
+        low, high = _nibbles(packed, OFFSET)
+    low = low - (zero + OFFSET).to(x.dtype)[:, None, :]
+    high = high - (zero_high + OFFSET).to(x.dtype)[:, None, :]
+    return (
+        tl.dot(x, low, input_precision="ieee") * scale[:, None, :]
+        + tl.dot(x_high, high, input_precision="ieee") * scale_high[:, None, :]
+    )
+
+
+_SPREAD = """{
+    .reg .b32 even, odd;
+    prmt.b32 even, $4, 0, 0x4140;
+    prmt.b32 odd, $4, 0, 0x4342;
+    lop3.b32 $0, even, 0x000f000f, MAGIC, 0xea;
+    lop3.b32 $1, odd, 0x000f000f, MAGIC, 0xea;
+    shr.u32 even, even, 4;
+    shr.u32 odd, odd, 4;
+    lop3.b32 $2, even, 0x000f000f, MAGIC, 0xea;
+    lop3.b32 $3, odd, 0x000f000f, MAGIC, 0xea;
+}"""
+_SPREAD_BF16 = tl.constexpr(_SPREAD.replace("MAGIC", "0x43004300"))  # twice 128.0
+_SPREAD_FP16 = tl.constexpr(_SPREAD.replace("MAGIC", "0x64006400"))  # twice 1024.0
+
+
+@triton.jit
+def _nibbles(packed, OFFSET: tl.constexpr):
+    """The low and the high nibbles of bytes as OFFSET + n: n is written into the low bits of the number OFFSET.
+
+    That takes eight instructions for eight weights. A conversion takes several for each.
+    """
+    if OFFSET == 128:
+        low, high = tl.inline_asm_elementwise(
+            _SPREAD_BF16, "=r,=r,=r,=r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    else:
+        low, high = tl.inline_asm_elementwise(
+            _SPREAD_FP16, "=r,=r,=r,=r,r", [packed], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+        )
+    return low, high
