@@ -84,7 +84,7 @@ serve.shutdown()
 
 @pytest.mark.skipif(not is_there("ray", "grpc", "grpc_reflection", "aiohttp"), reason="ray[serve] is not installed")
 def test_ray_serve_passes_requests_on(tiny_model_dir: Any) -> None:
-    model = tiny_model_dir("llama")
+    model = tiny_model_dir("native_llama")
     command = [sys.executable, "-c", RUN, str(model), "18431", model.name]
     done = subprocess.run(command, cwd=DEPLOY, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "tokens=4" in done.stdout.split(), done.stderr[-2000:]

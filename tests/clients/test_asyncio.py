@@ -250,7 +250,7 @@ with open_batcher(sys.argv[1]) as batcher:
 @pytest.mark.parametrize("program", FORKED)
 def test_a_fork_is_refused_and_ends_and_its_parent_goes_on(program: str, tiny_model_dir: ModelDir) -> None:
     source = "import asyncio, os, sys\nfrom genbatch import open_batcher\n" + FORKED[program]
-    command = [sys.executable, "-W", "ignore", "-c", source, str(tiny_model_dir("llama"))]
+    command = [sys.executable, "-W", "ignore", "-c", source, str(tiny_model_dir("native_llama"))]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.stdout == "1\n2\n", ended.stderr
     assert "ClientClosed" in ended.stderr
@@ -264,7 +264,7 @@ from genbatch import open_batcher
 batcher = open_batcher(sys.argv[1]).__enter__()
 print(len(batcher.generate([5, 6], max_tokens=2, ignore_eos=True).token_ids))
 """
-    command = [sys.executable, "-c", source, str(tiny_model_dir("llama"))]
+    command = [sys.executable, "-c", source, str(tiny_model_dir("native_llama"))]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=ENGINE_PATIENCE_S)
     assert (ended.returncode, ended.stdout) == (0, "2\n"), ended.stderr
 

@@ -37,7 +37,7 @@ def service(
     directory = tmp_path_factory.mktemp("several")
     second = f"mini={embedder_dir('bert mean')}"
     flags = (second, "--http", ":0", "--max-restarts", "100", "--stall-s", "60", "--n-parallel", "4")
-    with RunningService(tiny_model_dir("llama"), directory, *flags) as running:
+    with RunningService(tiny_model_dir("native_llama"), directory, *flags) as running:
         yield running
 
 
@@ -65,8 +65,8 @@ async def test_a_name_picks_the_model_over_every_door(
     embedder_dir: Callable[[str], Path],
     oracle: Callable[[str], Any],
 ) -> None:
-    first = tiny_model_dir("llama").name
-    expected = oracle("llama").generate([5, 6, 7], 8)
+    first = tiny_model_dir("native_llama").name
+    expected = oracle("native_llama").generate([5, 6, 7], 8)
     vector = EmbeddingOracle("bert mean", embedder_dir("bert mean")).embed([5, 6, 7]).tolist()
     async with connect(service) as client:
         cards = await client.models()

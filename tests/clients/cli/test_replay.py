@@ -15,7 +15,7 @@ def test_what_a_killed_service_recorded_replays_to_identical_ticks(
     tiny_model_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
     path = tmp_path / "incident.flight"
-    with RunningService(tiny_model_dir("llama"), tmp_path, "--record", str(path)) as service:
+    with RunningService(tiny_model_dir("native_llama"), tmp_path, "--record", str(path)) as service:
         with SyncZeroMQClient(service.address, timeout=TIMEOUT_S) as client:
             result = client.generate("The capital of France is", max_tokens=12, ignore_eos=True)
         service.process.kill()  # and with it what it had not written yet

@@ -49,7 +49,7 @@ def test_a_second_signal_waits_for_nothing(tiny_model_dir: Callable[[str], Path]
     stage = Stage(tmp_path)
     flags = ("--engine", "thread", "--scheduler", stage.scheduler, "--shutdown-timeout-s", "3600")
     with (
-        RunningService(tiny_model_dir("llama"), tmp_path, *flags) as service,
+        RunningService(tiny_model_dir("native_llama"), tmp_path, *flags) as service,
         SyncZeroMQClient(service.address, timeout=TIMEOUT_S) as client,
         stage.holding(),
         client.stream("go", max_tokens=240, ignore_eos=True) as stream,

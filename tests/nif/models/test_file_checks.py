@@ -487,7 +487,7 @@ def test_a_quantize_config_that_cannot_be_is_refused(copy: Path, raw: str) -> No
 def test_a_tokenizer_that_panics_or_grows_texts_is_refused(
     copy: Path, part: str, value: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenizer_process, "LOAD_S", 2.0)  # of processor time; one of these takes all of it, twice
+    monkeypatch.setattr(tokenizer_process, "LOAD_S", 1.0)  # of processor time; one of these takes all of it, twice
     edit(copy / "tokenizer.json", **{part: value})
     assert all("its tokenizer cannot be read" in reason for reason in refusal(copy).splitlines())
 

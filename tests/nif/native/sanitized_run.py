@@ -5,7 +5,7 @@ By hand: LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=l
     LD_PRELOAD="$(gcc -print-file-name=libtsan.so)" setarch -R python tests/nif/native/sanitized_run.py thread
 """
 
-import importlib.util
+import importlib
 import sys
 import tempfile
 from pathlib import Path
@@ -59,15 +59,15 @@ def run(runner: NativeRunner) -> None:
     runner.close()
 
 
-def tests_of(name: str) -> ModuleType:
-    """A module beside this one. Its tests are called, without pytest, on the sanitized kernels."""
+def module_of(name: str) -> ModuleType:
+    """Import a module beside this one. Its tests, if it has any, are called without pytest on the sanitized kernels."""
     sys.path.insert(0, str(Path(__file__).parents[3]))
     return importlib.import_module(f"tests.nif.native.{name}")
 
 
 def run_stored() -> None:
     """Every type of a GGUF file and every group of a checkpoint, in each form of rows."""
-    tests = tests_of("test_stored")
+    tests = module_of("test_stored")
     tests.native_library = model_weights.native_library
     for kind in STORED:
         tests.test_a_product_is_right_and_depends_on_its_row_only(kind)
@@ -82,7 +82,7 @@ def run_stored() -> None:
 
 def run_adapters() -> None:
     """Adapters on float and on 8-bit weights, experts beside them."""
-    tests = tests_of("test_lora")
+    tests = module_of("test_lora")
     for name in ("gemma2", "qwen3_moe"):
         with tempfile.TemporaryDirectory() as folder:
             tests.test_logits_are_pefts_whatever_is_merged(name, Path(folder))
@@ -90,10 +90,7 @@ def run_adapters() -> None:
 
 def main(sanitizers: str) -> None:
     """Prints each mode that came through."""
-    spec = importlib.util.spec_from_file_location("models", Path(__file__).parent / "models.py")
-    assert spec is not None and spec.loader is not None
-    models = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(models)
+    models = module_of("models")
     library = open_library(build_library((*FLAGS, f"-fsanitize={sanitizers}")))
     model_weights.native_library = lambda: library
     threads_matter = sanitizers == "thread"
