@@ -1,6 +1,6 @@
 """Prints the kernel variants that a service would compile after it is ready; a process in which Triton compiles.
 
-python -m tests.nif.runners.late_variants graphs|eager none|int8|int4
+python -m tests.nif.runners.late_variants graphs:none eager:int8
 """
 
 import dataclasses
@@ -47,12 +47,13 @@ def decodes(rows: int) -> RaggedBatch:
     )
 
 
-def main() -> None:
+def late_variants(way: str, quantize: str) -> list[str]:
+    """Those of a service that captures graphs, or that runs eagerly."""
     gpu = FakeGpu()
     with gpu.active():
         model = gpu.model(CONFIG)
-        graphs = GraphOptions(max_batch_size=20) if sys.argv[1] == "graphs" else None
-        runner = TritonRunner(model, graphs=graphs, quantize=sys.argv[2])
+        graphs = GraphOptions(max_batch_size=20) if way == "graphs" else None
+        runner = TritonRunner(model, graphs=graphs, quantize=quantize)
         runner.allocate([100], BLOCK_SIZE)
         ready = set(gpu.variants)
         assert ready, "nothing was warmed"
@@ -82,8 +83,13 @@ def main() -> None:
                 gather_logprobs(logits, torch.zeros((3, number), dtype=torch.int64, device=model.torch_device))
             runner.copy_blocks(0, [(1, 2), (3, 4)])
             runner.close()
-    for late in sorted(gpu.variants - ready):
-        print(late)
+    return sorted(gpu.variants - ready)
+
+
+def main() -> None:
+    for way in sys.argv[1:]:
+        for late in late_variants(*way.split(":")):
+            print(way, late)
 
 
 if __name__ == "__main__":
