@@ -327,8 +327,6 @@ class DecodeGraphs:
         decode: runs one step on the device, by default or with `products`; it returns logits and leaves the tokens in
             `drawn`.
         drawn: [max_batch_size or more] int64 on the device.
-        upload: copies steps to the device.
-        limits: the pool's and the model's limits.
         place: where graphs are captured.
         products: those that `decode` can take.
         lora: the adapters. Steps with adapters have graphs of their own, which are captured when they are first used,
@@ -340,8 +338,6 @@ class DecodeGraphs:
         options: GraphOptions,
         decode: Callable[..., torch.Tensor],
         drawn: torch.Tensor,
-        upload: BatchUpload,
-        limits: BatchLimits,
         place: "CapturePlace",
         products: Sequence[Products] = (),
         lora: DeviceLora | None = None,
@@ -351,8 +347,7 @@ class DecodeGraphs:
         self._products = products
         self._faster: dict[int, Products] = {}  # by rows
         self._drawn = drawn
-        self._upload = upload
-        self._limits = limits
+        self._limits = place.limits
         self._place = place
         self._lora = lora
         self.cache = GraphCache(self._capture, options.max_cached_graphs)
@@ -399,7 +394,7 @@ class DecodeGraphs:
             return None
         graph, step = found
         packed = torch.empty(packed_size(step), dtype=torch.uint8, device=self._place.inputs.device)
-        graph.load(self._upload.upload_step(step, into=packed), packed)
+        graph.load(self._place.upload.upload_step(step, into=packed), packed)
         # Clone, because the next replay writes to the same memory.
         return graph.replay()[:num_tokens].clone()
 
@@ -411,7 +406,7 @@ class DecodeGraphs:
             graph, self._faster[key.num_tokens] = self._fastest(sample)
         else:  # a longer size of the same number of rows is captured while a request waits
             products = self._faster.get(key.num_tokens)
-            graph = CapturedStep(sample, partial(self._decode, products=products), self._upload, self._place)
+            graph = CapturedStep(sample, partial(self._decode, products=products), self._place)
         self._drawn.copy_(drawn)
         return graph
 
@@ -419,7 +414,7 @@ class DecodeGraphs:
         sample = empty_step(key, len(self._limits.num_blocks), self._limits.block_size, adapted=True)
         drawn = self._drawn.clone()
         decode = partial(self._decode, products=self._faster.get(key.num_tokens), tables=tables)
-        graph = CapturedStep(sample, decode, self._upload, self._place)
+        graph = CapturedStep(sample, decode, self._place)
         self._drawn.copy_(drawn)
         return graph
 
@@ -427,7 +422,7 @@ class DecodeGraphs:
         captured: list[tuple[Replayable, Products]] = []
         for products in self._products:
             decode = partial(self._decode, products=products)
-            captured.append((CapturedStep(sample, decode, self._upload, self._place), products))
+            captured.append((CapturedStep(sample, decode, self._place), products))
         return min(captured, key=lambda one: one[0].seconds())
 
 
@@ -439,18 +434,22 @@ class CapturePlace:
         stream: graphs are captured on it. cuBLAS keeps a workspace of 32 MiB for each stream that it has computed on.
         memory: the pool of memory that graphs allocate from.
         inputs: [bytes] uint8 on the device, for the largest packed step. One graph runs at a time, so all read it.
+        upload: copies steps to the device.
+        limits: the pool's and the model's limits.
     """
 
     stream: torch.cuda.Stream
     memory: Any
     inputs: torch.Tensor
+    upload: BatchUpload
+    limits: BatchLimits
 
     @classmethod
-    def on(cls, device: torch.device, size: int) -> "CapturePlace":
+    def on(cls, device: torch.device, size: int, upload: BatchUpload, limits: BatchLimits) -> "CapturePlace":
         """Return a place on a CUDA device, for packed steps of up to `size` bytes."""
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         inputs = torch.empty(size, dtype=torch.uint8, device=device)
-        return cls(stream, torch.cuda.graph_pool_handle(), inputs)
+        return cls(stream, torch.cuda.graph_pool_handle(), inputs, upload, limits)
 
 
 class CapturedStep:
@@ -459,7 +458,6 @@ class CapturedStep:
     Args:
         sample: a step of this size.
         decode: runs a step on the device; it returns logits.
-        upload: copies steps to the device.
         place: where the graph is captured.
     """
 
@@ -467,13 +465,12 @@ class CapturedStep:
         self,
         sample: DecodeStep,
         decode: Callable[[DecodeStep], torch.Tensor],
-        upload: BatchUpload,
         place: CapturePlace,
     ) -> None:
         stream, self._inputs = place.stream, place.inputs
         device = self._inputs.device
         self._tables_at = tables_offset(sample)
-        step = upload.upload_step(sample, into=self._inputs)
+        step = place.upload.upload_step(sample, into=self._inputs)
         self._tables = step.batch.block_tables
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):

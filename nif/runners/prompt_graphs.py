@@ -15,7 +15,6 @@ import torch
 from genbatch.nif.engine_options import GraphKey, GraphOptions
 from genbatch.nif.runner import BatchLimits
 from genbatch.nif.runners.launches import (
-    BatchUpload,
     CapturedStep,
     CapturePlace,
     DecodeStep,
@@ -38,8 +37,6 @@ class PromptGraphs:
     Args:
         options: sizes and limits.
         evaluate: runs a step on the device; it returns the logits of `logit_rows`.
-        upload: copies steps to the device.
-        limits: the pool's and the model's limits.
         place: where graphs are captured.
     """
 
@@ -47,14 +44,11 @@ class PromptGraphs:
         self,
         options: GraphOptions,
         evaluate: Callable[[TensorBatch], torch.Tensor],
-        upload: BatchUpload,
-        limits: BatchLimits,
         place: CapturePlace,
     ) -> None:
         self._most_entries = options.max_batch_size
         self._evaluate = evaluate
-        self._upload = upload
-        self._limits = limits
+        self._limits = place.limits
         self._place = place
         self._sizes = options.prompt_sizes()
         self._graphs: dict[int, Replayable] = {}  # by number of tokens
@@ -64,7 +58,7 @@ class PromptGraphs:
         started = time.monotonic()
         for size in reversed(self._sizes):  # smaller graphs then fit into the memory of larger ones
             sample = empty_prompt(size, self._most_entries, self._limits)
-            self._graphs[size] = CapturedStep(sample, self._evaluate_step, self._upload, self._place)
+            self._graphs[size] = CapturedStep(sample, self._evaluate_step, self._place)
         log.info("captured steps with prompts of %d sizes in %.1f s", len(self._sizes), time.monotonic() - started)
 
     def _evaluate_step(self, step: DecodeStep) -> torch.Tensor:
@@ -81,7 +75,7 @@ class PromptGraphs:
         graph = self._graphs[size]
         step = _undrawn(pad_prompts(batch, size, self._most_entries, self._limits))
         packed = torch.empty(packed_size(step), dtype=torch.uint8, device=self._place.inputs.device)
-        graph.load(self._upload.upload_step(step, into=packed), packed)
+        graph.load(self._place.upload.upload_step(step, into=packed), packed)
         # Clone, because the next replay writes to the same memory.
         return graph.replay()[:num_rows].clone()
 

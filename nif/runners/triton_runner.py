@@ -186,20 +186,18 @@ class TritonRunner:
         if self._graph_options is not None:
             rows = most_logit_rows(self._graph_options.max_prompt_tokens, captured_rows)
             self._logits = torch.empty((rows, self.vocab_size), dtype=torch.float32, device=device)
-            place = CapturePlace.on(device, input_size(self._graph_options, self._limits))
+            place = CapturePlace.on(device, input_size(self._graph_options, self._limits), self._upload, self._limits)
             self._graphs = DecodeGraphs(
                 self._graph_options,
                 self._decode,
                 self._drawn,
-                self._upload,
-                self._limits,
                 place,
                 () if self._lean is None else self._lean.products,
                 self._lora if isinstance(self._lora, DeviceLora) else None,
             )
             self._graphs.warm_up()
             if self._graph_options.max_prompt_tokens:
-                graphs = PromptGraphs(self._graph_options, self._evaluate, self._upload, self._limits, place)
+                graphs = PromptGraphs(self._graph_options, self._evaluate, place)
                 graphs.warm_up()
                 self._prompt_graphs = graphs
         self._launches = Launches(device, self._drawn, self._upload, self._decode, self._graphs)

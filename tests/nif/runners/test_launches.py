@@ -15,7 +15,8 @@ from genbatch.nif.engine_options import GraphOptions
 from genbatch.nif.errors import BatchError
 from genbatch.nif.runner import BatchLimits, Entry, Logits, RaggedBatch, Rows
 from genbatch.nif.runners import launches, prompt_graphs
-from genbatch.nif.runners.launches import BatchUpload, CapturePlace, DecodeGraphs, DecodeStep, Launches, tables_offset
+from genbatch.nif.runners.device_lora import DeviceLora
+from genbatch.nif.runners.launches import CapturePlace, DecodeGraphs, DecodeStep, Launches, tables_offset
 from genbatch.nif.runners.lean_llama import LeanStep
 from genbatch.nif.runners.prompt_graphs import PromptGraphs, most_logit_rows
 from genbatch.nif.runners.triton_runner import TritonRunner
@@ -39,11 +40,11 @@ class EagerStep:
     captured = 0
     times: ClassVar[dict[str, float]] = {}
 
-    def __init__(self, sample: DecodeStep, decode: Any, upload: BatchUpload, place: Any) -> None:
+    def __init__(self, sample: DecodeStep, decode: Any, place: CapturePlace) -> None:
         EagerStep.captured += 1
         self._inputs = place.inputs
         self._tables_at = tables_offset(sample)
-        self._step = upload.upload_step(sample, into=self._inputs)
+        self._step = place.upload.upload_step(sample, into=self._inputs)
         self._tables = self._step.batch.block_tables
         self._decode = decode
         self.replay()  # as warming up does
@@ -62,13 +63,17 @@ class EagerStep:
         """Nothing goes on by itself here."""
 
 
-def a_place() -> CapturePlace:
+def a_place(runner: TritonRunner, limits: BatchLimits) -> CapturePlace:
     """Where nothing is captured; all steps read one input."""
     nothing: Any = None
-    return CapturePlace(nothing, None, torch.empty(2**16, dtype=torch.uint8))
+    return CapturePlace(nothing, None, torch.empty(2**16, dtype=torch.uint8), runner._upload, limits)
 
 
-@pytest.fixture
+@pytest.fixture(name="eager_graphs")
+def eager_graphs_fixture(monkeypatch: pytest.MonkeyPatch) -> Callable[[TritonRunner, GraphOptions], None]:
+    return eager_graphs(monkeypatch)
+
+
 def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> Callable[[TritonRunner, GraphOptions], None]:
     """Gives a runner graphs that are replayed without a GPU; to be called once it has its pool."""
     monkeypatch.setattr(launches, "CapturedStep", EagerStep)
@@ -76,16 +81,17 @@ def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> Callable[[TritonRunner, Gra
 
     def give(runner: TritonRunner, options: GraphOptions) -> None:
         cpu, limits = torch.device("cpu"), runner._limits
-        place = a_place()
         assert isinstance(limits, BatchLimits)
+        place = a_place(runner, limits)
         runner._drawn = torch.zeros(options.max_batch_size, dtype=torch.int64)
-        runner._graphs = DecodeGraphs(options, runner._decode, runner._drawn, runner._upload, limits, place)
+        lora = runner._lora if isinstance(runner._lora, DeviceLora) else None
+        runner._graphs = DecodeGraphs(options, runner._decode, runner._drawn, place, lora=lora)
         runner._launches = Launches(cpu, runner._drawn, runner._upload, runner._decode, runner._graphs)
         if options.max_prompt_tokens:
             runner._logits = torch.empty(
                 (most_logit_rows(options.max_prompt_tokens, options.max_batch_size), runner.vocab_size)
             )
-            graphs = PromptGraphs(options, runner._evaluate, runner._upload, limits, place)
+            graphs = PromptGraphs(options, runner._evaluate, place)
             graphs.warm_up()
             runner._prompt_graphs = graphs
 
@@ -207,7 +213,7 @@ def test_the_faster_products_are_captured_and_timed_once_for_a_number_of_rows(
     eager_graphs(runner, options)
     cpu, limits, lean = torch.device("cpu"), runner._limits, runner._lean
     assert limits is not None and lean is not None
-    graphs = DecodeGraphs(options, runner._decode, runner._drawn, runner._upload, limits, a_place(), lean.products)
+    graphs = DecodeGraphs(options, runner._decode, runner._drawn, a_place(runner, limits), lean.products)
     runner._launches = Launches(cpu, runner._drawn, runner._upload, runner._decode, graphs)
     monkeypatch.setattr(EagerStep, "times", {"own": 2.0, "library": 1.0})
     taken: list[str | None] = []

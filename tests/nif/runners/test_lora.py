@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from genbatch.nif.context import Context
+from genbatch.nif.engine_options import GraphOptions
 from genbatch.nif.errors import AdapterError, BatchError
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.lora import AdapterLimits, Adapters, LoraAdapter, read_lora
@@ -22,6 +23,7 @@ from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.sampler import Sampled, SamplerState
 from tests.lora_adapters import ALL, PeftOracle, make_adapter
 from tests.nif.native.models import build_native_model
+from tests.nif.runners.test_launches import eager_graphs
 from tests.nif.tiny_models import build_tokenizer
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [100, 101, 102, 103, 104], [7], [42, 43]]
@@ -110,18 +112,21 @@ def test_each_row_of_a_mixed_batch_says_what_peft_says(
     ctx.close()
 
 
-@pytest.mark.parametrize("tier", ["own", "library"])
+@pytest.mark.parametrize("way", ["own", "library", "graphs"])
 def test_launched_steps_with_adapters_draw_what_peft_says(
-    tier: str,
+    way: str,
     model: Model,
     adapter_dirs: dict[str, Path],
     peft_oracle: PeftOracle,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each row names its adapter by a number on the device, as a captured step reads it."""
-    if tier == "library":
+    if way == "library":
         monkeypatch.setattr("genbatch.nif.runners.lean_llama._FEW_ROWS", 0)
-    ctx = open_context(model, TritonRunner(model, tier="lean"), adapter_dirs)
+    runner = TritonRunner(model, tier="lean")
+    ctx = open_context(model, runner, adapter_dirs)
+    if way == "graphs":
+        eager_graphs(monkeypatch)(runner, GraphOptions(max_batch_size=8))
     rows = list(zip(NAMES, PROMPTS, strict=True))
     entries = [
         Entry(slot, prompt, 0, Logits.LAST, adapter=handle(ctx, name)) for slot, (name, prompt) in enumerate(rows)
@@ -137,6 +142,10 @@ def test_launched_steps_with_adapters_draw_what_peft_says(
             row.append(drawn.token_id)
     run.close()
     assert tokens == [peft_oracle.generate(name, prompt, 3) for name, prompt in rows]
+    if way == "graphs":
+        assert runner._graphs is not None
+        assert runner._graphs._adapted is not None
+        assert len(runner._graphs._adapted[1]) == 1, "the step with adapters was captured"
     ctx.close()
 
 
