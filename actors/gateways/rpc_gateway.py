@@ -36,7 +36,7 @@ from genbatch.actors.gateways.accepting import (
 from genbatch.actors.gateways.addresses import check_rpc_address
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.listening import ListeningSockets, address_of, as_listeners
-from genbatch.actors.gateways.session import MAX_WAITING, CallHost, Outbox, RPCSession
+from genbatch.actors.gateways.session import MAX_WAITING, CallHost, Outbox, RPCSession, lease_over
 from genbatch.actors.gateways.zeromq_gateway import MAX_LEASE_S
 from genbatch.actors.security.security import Authenticate, Security
 from genbatch.proto.codec import MAX_FEED_BYTES, MAX_TRANSPORT_BYTES, MessageSplitter, StreamBroken
@@ -530,7 +530,7 @@ def check_connection(connection: RPCConnection, now: float) -> None:
     lease_s = min(session.lease_s, MAX_LEASE_S)
     # guard: lease, msgpack-RPC
     if now - connection.last_heard > lease_s:
-        session.cancel_all(Cancelled(f"the client was not heard for {lease_s:g} s"))
+        session.cancel_all(lease_over(lease_s))
     else:
         session.heartbeat()
 

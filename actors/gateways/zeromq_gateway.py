@@ -22,7 +22,7 @@ from genbatch.actors.gateways.accepting import Peer, account_of_descriptor
 from genbatch.actors.gateways.addresses import check_address
 from genbatch.actors.gateways.dispatcher import RETRY_AFTER_RESTART_MS, Dispatcher
 from genbatch.actors.gateways.listening import LentSocket, ListeningSockets, address_of
-from genbatch.actors.gateways.session import MAX_WAITING, CallHost, Outbox, RPCSession
+from genbatch.actors.gateways.session import MAX_WAITING, CallHost, Outbox, RPCSession, lease_over
 from genbatch.actors.gateways.zeromq_guard import ZeroMQGuard, is_numbered, open_guard
 from genbatch.actors.runtime.zeromq_socket import Signed, ZeroMQSocket, open_socket
 from genbatch.actors.security.key_files import AddressError
@@ -441,7 +441,7 @@ class ZeroMQGateway:
             self._forget(peer)
         # guard: lease, ZeroMQ
         elif lease_s is not None and silent_s > lease_s:
-            session.cancel_all(Cancelled(f"the client was not heard for {lease_s:g} s"))
+            session.cancel_all(lease_over(lease_s))
         elif lease_s is not None and session.num_calls and not peer.delimited:
             session.heartbeat()
 

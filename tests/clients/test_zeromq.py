@@ -16,6 +16,7 @@ import trio
 import trio.testing
 import zmq
 
+from genbatch.actors.gateways import rpc_gateway, zeromq_gateway
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.zeromq_gateway import ZeroMQGateway
 from genbatch.actors.runtime.actor import start
@@ -71,6 +72,54 @@ async def test_a_service_that_is_killed_ends_open_calls_at_once(tmp_path: Path) 
         await trio.to_thread.run_sync(process.wait)
         process.stdin.close()
         process.stdout.close()
+
+
+STOPPED_CLIENT = """
+import sys, trio
+from genbatch import RPCClient, ZeroMQClient
+from genbatch.clients import remote
+
+remote.HEARTBEAT_S, remote.LEASE_S = 0.1, 2.0
+
+async def main():
+    kind = ZeroMQClient if sys.argv[1].startswith("ipc") else RPCClient
+    async with kind(sys.argv[1], timeout=float(sys.argv[2])) as client, client.stream("hold", seed=5) as stream:
+        async for token in stream:
+            print(token.text, flush=True)
+    print(stream.result.text, flush=True)
+
+trio.run(main)
+"""
+
+
+@pytest.mark.parametrize("transport", ["ipc", "unix"])
+async def test_a_client_whose_machine_stood_still_for_longer_than_its_lease_continues_its_stream(
+    transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for gateway in (zeromq_gateway, rpc_gateway):
+        monkeypatch.setattr(gateway, "SWEEP_S", 0.02)
+    async with served(tmp_path, transport) as service:
+        command = [sys.executable, "-c", STOPPED_CLIENT, service.address, str(PATIENCE_S)]
+        process = await trio.to_thread.run_sync(lambda: subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        assert process.stdout is not None
+        try:
+            with trio.fail_after(PATIENCE_S):
+                held = await service.batcher.arrival("hold")
+                held.emit("a")
+                assert await trio.to_thread.run_sync(process.stdout.readline) == "a\n"
+                process.send_signal(signal.SIGSTOP)
+                await service.batcher.release("hold")
+                process.send_signal(signal.SIGCONT)
+                again = await service.batcher.arrival("hold")
+                assert again.message.drawn == (DrawnTokens([100]),)
+                again.emit("b")
+                again.finish()
+                rest = await trio.to_thread.run_sync(process.stdout.read)
+                assert rest.split() == ["b", "b"]  # the last one is this engine's result
+        finally:
+            process.kill()
+            await trio.to_thread.run_sync(process.wait)
+            process.stdout.close()
 
 
 @pytest.mark.parametrize("client_type", [ZeroMQClient, SyncZeroMQClient])

@@ -352,7 +352,7 @@ async def test_a_silent_client_with_a_lease_loses_its_calls_and_one_without_keep
         heard = await silent.hear()
         while heard == [2, "heartbeat", []]:
             heard = await silent.hear()
-        assert heard[2]["code"] == "cancelled"
+        assert heard[2]["code"] == "unavailable" and heard[2]["retry_after_ms"]
         held.finish()
         assert (await simple.hear())[:3] == [1, 1, None]
 
