@@ -29,7 +29,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from genbatch.nif.trusted_files import is_private, private_folder
+from genbatch.nif.trusted_files import NotOurs, is_private, private_folder
 
 log = logging.getLogger("genbatch")
 
@@ -126,7 +126,7 @@ class DiskCache:
                     continue
             try:
                 self._write(name, content)
-            except OSError as fault:
+            except (NotOurs, OSError) as fault:
                 self._failed("takes no blocks", fault)
 
     def _find(self) -> None:
@@ -140,6 +140,10 @@ class DiskCache:
             self._failed("cannot be tidied", fault)
 
     def _write(self, name: bytes, content: bytes) -> None:
+        if not self._folder.is_dir():  # someone has emptied the operator's folder
+            self._known.clear()
+            private_folder(self._root)
+            private_folder(self._folder)
         size = _DIGEST_BYTES + len(content)
         self._uncounted += size
         if self._uncounted > _UNCOUNTED_SHARE * self._max_bytes:
@@ -159,6 +163,7 @@ class DiskCache:
     def _make_room(self, size: int = 0) -> None:
         """Remove the blocks of all identities that were used longest ago, so that `size` bytes fit within the bound."""
         try:
+            # guard: one process makes room for blocks at a time
             with FileLock(self._root / "lock", timeout=0):
                 blocks = sorted(self._all_blocks())
                 size += sum(block[1] for block in blocks)
@@ -253,10 +258,10 @@ class DiskCache:
     def _path(self, name: bytes) -> Path:
         return self._folder / f"{name.hex()}{_ENDING}"
 
-    def _failed(self, what: str, fault: OSError) -> None:
+    def _failed(self, what: str, fault: NotOurs | OSError) -> None:
         self.num_errors += 1
         self._retry_at = time.monotonic() + _PAUSE_S
-        reason = errno.errorcode.get(fault.errno or 0, "an error")
+        reason = errno.errorcode.get(getattr(fault, "errno", None) or 0, "an error")
         self._tell(reason, f"the prefix cache on disk %s {what}: %s", fault)
 
     def _tell(self, what: str, text: str, *arguments: object) -> None:

@@ -2,7 +2,7 @@
 
     place = kept_place(model.identity, "int8", library)
     kept = open_weights(place, library)              # None: there is no such file, or it is damaged
-    keep_weights(place, struct, arena, library, max_bytes)   # after packing, in a thread
+    keep_in_background(place, struct, arena, library, max_bytes)   # after packing
 
 The file's name is a digest of the model's files, of this code and of the kernels, which are compiled for this CPU. A
 file is mapped only if no other user could have written it, and if its checksums are right. It is written under another
@@ -18,6 +18,7 @@ many engines run.
 The digest (SHA-256) covers all between it and the weights.
 """
 
+import atexit
 import ctypes
 import hashlib
 import json
@@ -28,7 +29,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ _ENDING = ".weights"
 _ALIGNMENT = 1 << 21  # the size of a huge page, which a file system with large folios maps whole
 _SPAN = 1 << 24  # bytes with a checksum of their own
 _MAX_HEAD = 1 << 30
+EXIT_S = 10.0  # seconds that a program waits at its end until its packed weights are written
 _WEIGHTS, _IMAGE = range(2)
 # The lengths of arrays that a struct points to, by the pointer's name: a field of the struct or of the model. Other
 # pointers have no such class in abi.h, or lead to one struct.
@@ -219,19 +221,28 @@ class _Image:
         raise AssertionError("a pointer of the model leads outside its packed weights")
 
 
-def keep_weights(place: Path, struct: ModelStruct, arena: NativeArena, library: ctypes.CDLL, max_bytes: int) -> None:
+def keep_weights(
+    place: Path,
+    struct: ModelStruct,
+    arena: NativeArena,
+    library: ctypes.CDLL,
+    max_bytes: int,
+    rest: Callable[[float], object],
+) -> None:
     """Write packed weights to `place`; logs the reason if they cannot be written.
 
     Args:
         struct: the model, with pointers into `arena`.
         max_bytes: the most bytes of all kept weights; the files that were used longest ago are removed.
+        rest: called with seconds between two pieces of the weights.
     """
     try:
         private_folder(place.parent)
+        # guard: one writer of kept weights at a time
         with FileLock(place.parent / "lock"):
             if not (place.is_file() and is_ours(place)):
                 place.unlink(missing_ok=True)
-                _write(place, struct, arena, library, max_bytes)
+                _write(place, struct, arena, library, max_bytes, rest)
     except (NotOurs, OSError) as fault:
         log.warning("the packed weights are not kept, so the next start is slower: %s", fault)
 
@@ -239,14 +250,31 @@ def keep_weights(place: Path, struct: ModelStruct, arena: NativeArena, library: 
 def keep_in_background(
     place: Path, struct: ModelStruct, arena: NativeArena, library: ctypes.CDLL, max_bytes: int
 ) -> threading.Thread:
-    """Call `keep_weights` on a thread that does not hold the process up at its end."""
-    arguments = (place, struct, arena, library, max_bytes)
+    """Call `keep_weights` on a thread, for which the process waits EXIT_S seconds at its end."""
+    ends = threading.Event()
+    arguments = (place, struct, arena, library, max_bytes, ends.wait)
     thread = threading.Thread(target=keep_weights, args=arguments, name="keep weights", daemon=True)
     thread.start()
+    atexit.register(_finish, thread, ends)
     return thread
 
 
-def _write(place: Path, struct: ModelStruct, arena: NativeArena, library: ctypes.CDLL, max_bytes: int) -> None:
+def _finish(thread: threading.Thread, ends: threading.Event) -> None:
+    """Wait for the thread, which writes without a rest from now on."""
+    ends.set()
+    thread.join(EXIT_S)
+    if thread.is_alive():
+        log.warning("the packed weights are not kept: %g s were too short to write them at the program's end", EXIT_S)
+
+
+def _write(
+    place: Path,
+    struct: ModelStruct,
+    arena: NativeArena,
+    library: ctypes.CDLL,
+    max_bytes: int,
+    rest: Callable[[float], object],
+) -> None:
     parts = arena.parts()
     image = _Image(struct, parts)
     total = sum(map(_padded, map(len, parts)))
@@ -259,14 +287,14 @@ def _write(place: Path, struct: ModelStruct, arena: NativeArena, library: ctypes
             spans.append((offset + at, count, library.checksum(part.ctypes.data + at, count)))
     pointers = np.array(image.pointers, np.int64).tobytes()
     head = json.dumps({"key": place.stem, "spans": spans, "image": len(image.data)}).encode()
-    rest = head + b"\n" + bytes(image.data) + pointers
-    line = b"%s %s %d\n" % (_MAGIC, hashlib.sha256(rest).hexdigest().encode(), len(rest))
+    described = head + b"\n" + bytes(image.data) + pointers
+    line = b"%s %s %d\n" % (_MAGIC, hashlib.sha256(described).hexdigest().encode(), len(described))
     descriptor, name = tempfile.mkstemp(dir=place.parent, suffix=".partial")  # for this user alone
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(line + rest)
-            begin = _padded(len(line) + len(rest))
-            for piece, at in _pieces(parts, image.offsets):
+            file.write(line + described)
+            begin = _padded(len(line) + len(described))
+            for piece, at in _pieces(parts, image.offsets, rest):
                 file.seek(begin + at)
                 file.write(piece.data)
             file.flush()
@@ -277,13 +305,15 @@ def _write(place: Path, struct: ModelStruct, arena: NativeArena, library: ctypes
         raise
 
 
-def _pieces(parts: Sequence[np.ndarray], offsets: Sequence[int]) -> Iterator[tuple[np.ndarray, int]]:
+def _pieces(
+    parts: Sequence[np.ndarray], offsets: Sequence[int], rest: Callable[[float], object]
+) -> Iterator[tuple[np.ndarray, int]]:
     """Yield the weights in pieces, and rest as long as each took: requests need the cores and the memory, too."""
     for part, offset in zip(parts, offsets, strict=True):
         for at in range(0, len(part), _SPAN):
             began = time.monotonic()
             yield part[at : at + _SPAN], offset + at
-            time.sleep(time.monotonic() - began)
+            rest(time.monotonic() - began)
 
 
 def _make_room(folder: Path, size: int, max_bytes: int) -> bool:

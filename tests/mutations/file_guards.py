@@ -1,6 +1,6 @@
 """What keeps harm in a model's files from memory and answers (ADR 37)."""
 
-from tests.mutations.mutation import Mutation, dropped, never
+from tests.mutations.mutation import Mutation, call_becomes, dropped, never
 
 FILES = "nif/models/test_file_checks.py::"
 TOKENIZERS = "nif/text/test_tokenizer_process.py::"
@@ -71,6 +71,18 @@ FILE_GUARDS = (
         never,
         ("nif/native/test_kept_weights.py::test_weights_above_the_bound_are_not_kept_and_no_others_make_room",),
         "packed weights fill the disk",
+    ),
+    Mutation(
+        "one writer of kept weights at a time",
+        call_becomes("FileLock", "suppress()"),
+        ("nif/native/test_kept_weights.py::test_a_second_writer_waits_for_the_first_and_writes_nothing",),
+        "two starting engines remove each other's files, and neither is kept",
+    ),
+    Mutation(
+        "one process makes room for blocks at a time",
+        call_becomes("FileLock", "suppress()"),
+        ("nif/kv/test_disk_cache.py::test_while_another_process_makes_room_no_block_is_removed",),
+        "two processes remove twice as many blocks as they must",
     ),
     Mutation(
         "a block that was overwritten during the copy",

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -306,6 +307,45 @@ def test_a_folder_that_vanishes_is_a_miss(folder: Path, caplog: pytest.LogCaptur
     shutil.rmtree(folder)
     assert disk.read(NAMES) == [] and disk.num_known(NAMES) == 0
     assert not caplog.messages
+
+
+def test_a_folder_that_was_removed_is_made_again_with_the_next_block(folder: Path) -> None:
+    written(folder)
+    disk = opened(folder)
+    while not disk.num_known(NAMES):
+        time.sleep(0.001)
+    shutil.rmtree(folder)
+    disk.offer(name_of(7), 7, 0)
+    while not disk.num_written:
+        time.sleep(0.001)
+    for number in range(3):  # they are not known any more, so they are written again
+        disk.offer(NAMES[number], number, 0)
+    disk.close()
+    assert disk.num_errors == 0 and folder.stat().st_mode & 0o777 == 0o700
+    assert known(folder).read([name_of(7), *NAMES]) == [content_of(7), *CONTENTS]
+
+
+def test_a_file_in_the_place_of_the_folder_is_named_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    written(folder)
+    disk = opened(folder)
+    while not disk.num_known(NAMES):
+        time.sleep(0.001)
+    shutil.rmtree(folder)
+    folder.write_bytes(b"no folder")
+    for number in range(5, 9):
+        disk.offer(name_of(number), number, 0)
+    disk.close()
+    assert disk.read(NAMES) == [] and disk.num_written == 0
+    assert len([told for told in caplog.messages if "takes no blocks" in told]) == 1
+
+
+def test_while_another_process_makes_room_no_block_is_removed(folder: Path) -> None:
+    paths = written(folder, range(60))
+    with FileLock(folder / "lock"):
+        settle(opened(folder, max_bytes=40 * (SIZE + 32)))
+        assert all(path.exists() for path in paths)
+    settle(opened(folder, max_bytes=40 * (SIZE + 32)))
+    assert not all(path.exists() for path in paths)
 
 
 def test_a_slow_disk_gives_what_it_has_in_time(

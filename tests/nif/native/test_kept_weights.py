@@ -5,7 +5,9 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from genbatch.nif.errors import OptionError
 from genbatch.nif.models.model import describe_model
 from genbatch.nif.models.model_source import resolve_model
 from genbatch.nif.models.warm_model import files_identity
-from genbatch.nif.native import kept_weights
+from genbatch.nif.native import kept_weights, model_weights
 from genbatch.nif.native.library import native_library
 from genbatch.nif.native.model_weights import ModelWeights
 from genbatch.nif.native.runner import NativeRunner
@@ -215,7 +217,7 @@ from pathlib import Path
 from genbatch.nif.native import kept_weights
 from tests.nif.native.test_kept_weights import start
 
-def die(parts, offsets):
+def die(parts, offsets, rest):
     yield parts[0][:64], offsets[0]
     os._exit(9)
 
@@ -229,6 +231,99 @@ def test_a_killed_writer_leaves_no_file_that_is_used_and_the_next_one_removes_it
     assert done.returncode == 9
     assert [path.suffix for path in (cache / "packed").iterdir() if path.name != "lock"] == [".partial"]
     assert not start(gguf).num_mapped
+    assert [path.suffix for path in (cache / "packed").iterdir() if path.name != "lock"] == [".weights"]
+    assert start(gguf).num_mapped
+
+
+DIES_ANYWHERE = """
+import os, sys
+from pathlib import Path
+from genbatch.nif.native import kept_weights, model_weights
+from tests.nif.native.test_kept_weights import start
+
+writing = []
+model_weights.keep_in_background = lambda *arguments: writing.append(arguments)
+start(Path(sys.argv[1]))
+[arguments] = writing
+place, _, _, library, _ = arguments
+
+
+def keep(dies_after=None):
+    lines = 0
+
+    def count(frame, event, argument):
+        nonlocal lines
+        if frame.f_code.co_filename != kept_weights.__file__:
+            return None
+        lines += event == "line"
+        if lines == dies_after:
+            os._exit(9)
+        return count
+
+    sys.settrace(count)
+    kept_weights.keep_weights(*arguments, lambda seconds: None)
+    sys.settrace(None)
+    return lines
+
+
+num_lines = keep()
+assert kept_weights.open_weights(place, library) is not None
+place.unlink()
+for moment in range(1, num_lines, max(1, num_lines // 24)):
+    if not (child := os.fork()):
+        keep(moment)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    if place.exists():  # it had its name already
+        assert kept_weights.open_weights(place, library) is not None, moment
+        place.unlink()
+keep()
+assert kept_weights.open_weights(place, library) is not None
+assert not list(place.parent.glob("*.partial"))
+"""
+
+
+def test_a_writer_that_is_killed_at_any_moment_leaves_a_whole_file_or_none(cache: Path, gguf: Path) -> None:
+    command = [sys.executable, "-c", DIES_ANYWHERE, str(gguf)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "damaged" not in done.stderr, done.stderr
+
+
+def test_a_second_writer_waits_for_the_first_and_writes_nothing(
+    cache: Path, gguf: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing: list[Any] = []
+    monkeypatch.setattr(model_weights, "keep_in_background", lambda *arguments: writing.append(arguments))
+    start(gguf)
+    [arguments] = writing
+    begun, goes_on, again = threading.Event(), threading.Event(), threading.Event()
+
+    def rest(_: float) -> None:
+        begun.set()
+        goes_on.wait()
+
+    first = threading.Thread(target=kept_weights.keep_weights, args=(*arguments, rest))
+    second = threading.Thread(target=kept_weights.keep_weights, args=(*arguments, lambda _: again.set()))
+    first.start()
+    begun.wait()
+    second.start()
+    second.join(0.2)
+    waits = second.is_alive()
+    goes_on.set()
+    first.join()
+    second.join()
+    assert waits and not again.is_set() and len(files(cache)) == 1 and not caplog.messages
+
+
+def test_services_that_start_at_the_same_time_keep_the_weights_once(cache: Path, gguf: Path) -> None:
+    program = "import sys; from pathlib import Path; from tests.nif.native.test_kept_weights import start; "
+    command = [sys.executable, "-c", program + "start(Path(sys.argv[1]))", str(gguf)]
+    begun = [
+        subprocess.Popen(command, cwd=Path(__file__).parents[3], stderr=subprocess.PIPE, text=True) for _ in range(3)
+    ]
+    told = [process.communicate()[1] for process in begun]
+    assert [process.returncode for process in begun] == [0, 0, 0], told
+    assert not any("packed weights" in text for text in told), told
     assert [path.suffix for path in (cache / "packed").iterdir() if path.name != "lock"] == [".weights"]
     assert start(gguf).num_mapped
 
@@ -281,6 +376,53 @@ def test_two_engines_have_the_weights_once_in_memory(cache: Path, gguf: Path) ->
     assert len(lines) == 2 and all(" r--s " in line for line in lines)  # not writable, and shared
 
 
+MAPS = """
+import sys
+from genbatch.nif.context.engine import load_engine
+from genbatch.nif.engine_options import EngineOptions
+
+engine = load_engine(EngineOptions(model_path="smollm2", n_gpu_layers=0, n_ctx=64, quantize="int8"))
+context = engine.open_context(n_parallel=1, n_held=0, n_batch=16)
+context.prefill([1, 5, 3], 0, 0)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def mapped_kilobytes(pid: int, path: Path) -> Counter[str]:
+    """The numbers of `smaps` for the mappings of a file."""
+    numbers, is_ours = Counter[str](), False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        name, *rest = line.split()
+        if not name.endswith(":"):
+            is_ours = line.endswith(str(path))
+        elif is_ours and rest[-1] == "kB":
+            numbers[name.removesuffix(":")] += int(rest[0])
+    return numbers
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux reports who shares which pages")
+def test_two_processes_have_one_copy_of_the_packaged_models_weights(cache: Path) -> None:
+    processes: list[subprocess.Popen[str]] = []
+    try:
+        for _ in range(3):
+            one = subprocess.Popen([sys.executable, "-c", MAPS], stdin=-1, stdout=-1, text=True)
+            processes.append(one)
+            assert one.stdout is not None and one.stdout.readline() == "ready\n"
+            if len(processes) == 1:
+                one.communicate()  # it packs the weights, and keeps them at its end
+        [path] = files(cache)
+        size = path.stat().st_size // 1024
+        both = [mapped_kilobytes(one.pid, path) for one in processes[1:]]
+        assert size > 90_000 and all(one["Rss"] > 0.95 * size for one in both), (size, both)
+        assert sum(one["Pss"] for one in both) < 1.05 * size, (size, both)
+        assert all(one["Private_Dirty"] == 0 for one in both)
+    finally:
+        for one in processes:
+            one.kill()
+            one.communicate()
+
+
 def test_an_engine_keeps_its_weights_by_default_and_reads_no_header_the_next_time(cache: Path, gguf: Path) -> None:
     def load(**options: Any) -> Any:
         engine = load_engine(EngineOptions(model_path=str(gguf), n_gpu_layers=0, n_ctx=64, **options))
@@ -312,11 +454,30 @@ def test_writing_takes_half_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None
         slept.append(seconds)
 
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    monkeypatch.setattr(time, "sleep", sleep)
     parts = [np.zeros(40 << 20, np.uint8)]
-    for piece, _ in kept_weights._pieces(parts, [0]):
+    for piece, _ in kept_weights._pieces(parts, [0], sleep):
         now += len(piece)
     assert slept == [16 << 20, 16 << 20, 8 << 20]
+
+
+@pytest.mark.parametrize(("disk_s", "is_kept"), [(1.0, True), (3600.0, False)])
+def test_a_program_that_ends_at_once_waits_for_its_weights_for_a_while(
+    disk_s: float, is_kept: bool, cache: Path, gguf: Path
+) -> None:
+    program = f"""
+import os, time
+from genbatch.nif.context.engine import load_engine
+from genbatch.nif.engine_options import EngineOptions
+from genbatch.nif.native import kept_weights
+os.fsync = lambda descriptor: time.sleep({disk_s})
+if {not is_kept}:
+    kept_weights.EXIT_S = 0.1
+load_engine(EngineOptions(model_path={str(gguf)!r}, n_gpu_layers=0, n_ctx=64))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert bool(files(cache)) is is_kept
+    assert ("too short to write them" in done.stderr) is not is_kept
 
 
 def test_packed_memory_can_be_read_until_the_process_is_gone() -> None:
