@@ -33,6 +33,14 @@ class StepWork:
         return [self.steps, self.decodes, self.keys, self.prompts, self.prefill, self.prefill_keys, self.drafted]
 
 
+@dataclass(frozen=True, slots=True)
+class RehearsedStep:
+    """A step that was run to learn what it costs, with its seconds."""
+
+    work: StepWork
+    seconds: float
+
+
 # The fields of StepTime, in the order of StepWork's amounts.
 COSTS = ("base", "decode", "key", "prompt", "prefill", "prefill_key", "draft")
 

@@ -79,6 +79,7 @@ class Batcher(BatcherParts):
         open_worker: makes the worker threads; a simulation has none.
         open_flight: makes the Flight, which sees every input of a decision; `actors/recording` has one that records.
         on_models: called with the served models whenever they change.
+        rehearsed: the steps that the last engine has rehearsed; without them a native runner rehearses some itself.
     """
 
     # Callbacks

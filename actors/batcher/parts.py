@@ -34,7 +34,7 @@ from genbatch.nif.cuda_device import memory_of
 from genbatch.nif.errors import OptionError, OutOfBlocks
 from genbatch.nif.models.model_names import written_path
 from genbatch.nif.runner import KnowsStep
-from genbatch.nif.step_costs import StepWork
+from genbatch.nif.step_costs import RehearsedStep, StepWork
 from genbatch.nif.step_time import StepTimeModel
 from genbatch.proto.errors import Unavailable
 from genbatch.proto.service_messages import Health, ModelCard, Models
@@ -72,8 +72,10 @@ class BatcherParts(GenServer):
         open_worker: Callable[[str], Worker] = Worker,
         open_flight: OpenFlight = unrecorded,
         on_models: Callable[[Models], None] | None = None,
+        rehearsed: tuple[RehearsedStep, ...] = (),
     ) -> None:
         self.options = options or BatcherOptions()
+        self.rehearsed = rehearsed
         self.stats = BatcherStats()
         self._open_context = open_context
         self._open_worker = open_worker
@@ -158,7 +160,8 @@ class BatcherParts(GenServer):
     async def _rehearse(self) -> None:
         """Tokenize a conversation and run a few steps at the same time, without a request.
 
-        So the first request finds all lazy parts built, and the first plan knows the cost of steps.
+        So the first request finds all lazy parts built, and the first plan knows the cost of steps. After a crash that
+        cost is known, and callers wait: a native runner, which builds nothing in its first step, runs none.
         """
         if not self.intake.generates:
             return
@@ -177,17 +180,23 @@ class BatcherParts(GenServer):
         try:
             if isinstance(runner, KnowsStep):
                 await self._worker.run(runner.reserve, self.ctx.n_batch, self.ctx.num_sequences)
-            await self._time_step(1)
-            step_s = await self._fastest_step(1)
-            num_tokens = min(REHEARSED_TOKENS, self.options.max_batch_tokens, self.ctx.max_positions)
-            if step_s:
-                num_tokens = min(num_tokens, max(2, int(REHEARSAL_S / step_s)))
-            prompt_s = await self._fastest_step(num_tokens)
+            else:
+                self.rehearsed = ()
+            self.rehearsed = self.rehearsed or await self._timed_steps()
         except Exception as error:  # a request with the same fault gets it as its error
             log.warning("a first step for nobody has failed: %r", error)
-            return
-        self.times.took(StepWork(decodes=1, keys=1), step_s)
-        self.times.took(StepWork(prompts=1, prefill=num_tokens, prefill_keys=num_tokens**2 / 2), prompt_s)
+        for step in self.rehearsed:
+            self.times.took(step.work, step.seconds)
+
+    async def _timed_steps(self) -> tuple[RehearsedStep, ...]:
+        await self._time_step(1)
+        step_s = await self._fastest_step(1)
+        num_tokens = min(REHEARSED_TOKENS, self.options.max_batch_tokens, self.ctx.max_positions)
+        if step_s:
+            num_tokens = min(num_tokens, max(2, int(REHEARSAL_S / step_s)))
+        prompt_s = await self._fastest_step(num_tokens)
+        prompt = StepWork(prompts=1, prefill=num_tokens, prefill_keys=num_tokens**2 / 2)
+        return RehearsedStep(StepWork(decodes=1, keys=1), step_s), RehearsedStep(prompt, prompt_s)
 
     async def _fastest_step(self, num_tokens: int) -> float:
         began, fastest = trio.current_time(), math.inf

@@ -16,6 +16,9 @@ A request outlives its engine: its tokens are kept here, and the next engine con
 an engine that died are suspects, since any of them may be the cause. Suspects are sent one at a time. The next suspect
 follows when the last has given a new token or ended. A suspect is poison if its engine dies before that: it ends with
 engine_lost. The same error ends a request after MAX_DEATHS engines, and one with delivered tokens at its deadline.
+
+A kill from outside is not the work of a request. All requests of that engine are pardoned and sent at once. Each
+request is pardoned once, in case its work had caused the kill after all.
 """
 
 import enum
@@ -81,6 +84,8 @@ class AcceptedRequest:
     give_up_at: float | None = None  # when its wait for an engine ends
     phase: Stage = Stage.WAITING
     deaths: int = 0  # deaths of engines with this request
+    is_suspect: bool = False  # whether it may have caused the last death
+    is_pardoned: bool = False  # whether its first death was a kill from outside
     records: dict[int, TokenRecord] = field(default_factory=dict)  # by choice
 
     @property
@@ -186,7 +191,9 @@ class AcceptedRequests:
         sent = list(self._due.values())
         self._due.clear()
         # guard: suspects one at a time
-        if self._suspects and not any(entry.deaths and entry.phase is Stage.SENT for entry in self._entries.values()):
+        if self._suspects and not any(
+            entry.is_suspect and entry.phase is Stage.SENT for entry in self._entries.values()
+        ):
             sent.append(self._suspects.pop(next(iter(self._suspects))))
         for entry in sent:
             entry.phase = Stage.SENT
@@ -208,11 +215,17 @@ class AcceptedRequests:
 
     # The engine
 
-    def engine_up(self) -> None:
-        """Note a new engine."""
+    def engine_up(self, *, was_killed: bool = False) -> None:
+        """Note a new engine.
+
+        Args:
+            was_killed: whether the last engine was killed from outside the service.
+        """
         assert not self.is_up, "the last engine has not been lost"
         self.is_up = True
         self.num_engines += 1
+        if was_killed:
+            self._pardon()
 
     def add(self, entry: AcceptedRequest, token: Token) -> bool:
         """Keep the next token of an open request; return whether the caller reads it.
@@ -242,6 +255,7 @@ class AcceptedRequests:
                 ended.append((entry, error))
                 continue
             entry.wait(now)
+            entry.is_suspect = True
             self._suspects[entry.id] = entry
             self.counts["replayed"] += 1
         self.counts["lost"] += len(ended)
@@ -256,14 +270,24 @@ class AcceptedRequests:
         assert waiting == due, waiting ^ due
         assert self.is_up or len(waiting) == len(self._entries), "sent to no engine"
 
+    def _pardon(self) -> None:
+        """Make the suspects due together. Those with tokens held slots, so they come first, and then the oldest."""
+        pardoned = {}
+        for id_, entry in sorted(self._suspects.items(), key=lambda item: (not item[1].records, item[0])):
+            # guard: pardoned once
+            if not entry.is_pardoned:
+                entry.is_suspect, entry.is_pardoned = False, True
+                pardoned[id_] = self._suspects.pop(id_)
+        self._due = pardoned | self._due
+
     def _num_sequences(self) -> int:
         return sum([entry.request.n for entry in self._entries.values()])
 
     def _verdict(self, entry: AcceptedRequest, now: float, *, alone: bool) -> GenbatchError | None:
         """Return the error of a request after its engine died; None if it is replayed."""
-        is_cause = entry.deaths > 1 and entry.phase is Stage.SENT
+        is_cause = entry.is_suspect and entry.phase is Stage.SENT
         # guard: replay no cause of two deaths
-        if is_cause or entry.deaths >= MAX_DEATHS:
+        if is_cause or entry.deaths - entry.is_pardoned >= MAX_DEATHS:
             if alone or is_cause:
                 self._poisons[_fingerprint(entry.request)] = now + POISON_S
                 while len(self._poisons) > MAX_POISONS:

@@ -32,6 +32,7 @@ from genbatch.actors.scheduling.scheduler import SchedulerError
 from genbatch.actors.security.key_files import AddressError, InsecureBind, KeyFileError
 from genbatch.nif.engine_options import sent_fields
 from genbatch.nif.errors import ModelError, OptionError
+from genbatch.nif.step_costs import RehearsedStep
 from genbatch.proto.service_messages import Models
 
 T = TypeVar("T")
@@ -152,15 +153,23 @@ class StartEngine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
         engine_options, batcher_options: the bytes of `encode_options`.
         adapters: the adapters of the previous engine, in place of the options' adapters. None if there was no previous
             engine, or if its adapters never changed.
+        rehearsed: the steps that the previous engine has rehearsed; empty if there was none.
     """
 
     engine_options: msgspec.Raw
     batcher_options: msgspec.Raw
     adapters: list[AdapterSource] | None = None
+    rehearsed: tuple[RehearsedStep, ...] = ()
 
 
 class PrepareEngine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="prepare_engine"):
-    """Import an engine's libraries, and wait for StartEngine."""
+    """Import an engine's libraries, and wait for StartEngine.
+
+    Args:
+        needs_torch: whether a model runs in torch; native engines do not import it.
+    """
+
+    needs_torch: bool
 
 
 class ManagedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -223,12 +232,14 @@ class Join(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="join"):
         models: the models that the engine serves.
         engine: the engine's index among several.
         num_bytes: the memory that the engine takes.
+        was_killed: whether the last engine was killed from outside the service, so that no request is the cause.
     """
 
     number: int
     models: Models
     engine: int = 0
     num_bytes: int = 0
+    was_killed: bool = False
 
 
 class Listening(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="listening"):
@@ -282,11 +293,13 @@ class EngineReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
         models: the models that it serves.
         stats: the answer to StatsRequest.
         num_bytes: the memory that the process takes.
+        rehearsed: the steps that it has rehearsed.
     """
 
     models: Models
     stats: dict[str, Any]
     num_bytes: int = 0
+    rehearsed: tuple[RehearsedStep, ...] = ()
 
 
 class ServingChanged(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="serving_changed"):

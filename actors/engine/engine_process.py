@@ -4,6 +4,7 @@ A crash of the Batcher ends the process: after a device fault, and after most ot
 trusted.
 """
 
+import gc
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -47,11 +48,15 @@ def main() -> None:
 
 async def _import_model_side() -> ModuleType:
     """Import on a thread: it takes half a second, and the parent may send Stop meanwhile."""
-    return await trio.to_thread.run_sync(import_module, "genbatch.actors.engine.model_side", abandon_on_cancel=True)
+    gc.disable()  # nothing that is imported is garbage, and scanning it takes a tenth of the time
+    try:
+        return await trio.to_thread.run_sync(import_module, "genbatch.actors.engine.model_side", abandon_on_cancel=True)
+    finally:
+        gc.enable()
 
 
 async def _import_everything() -> None:
-    """Import all that a model may need: a model without a stored description needs transformers' modules."""
+    """Import torch and transformers' modules, too."""
     await _import_model_side()
     await trio.to_thread.run_sync(import_module, "genbatch.nif.models.model", abandon_on_cancel=True)
 
@@ -77,8 +82,8 @@ class EngineProcess:
         async with background() as self._nursery:
             while True:
                 match await self._channel.receive():
-                    case PrepareEngine():
-                        self._nursery.start_soon(_import_everything)
+                    case PrepareEngine(needs_torch):
+                        self._nursery.start_soon(_import_everything if needs_torch else _import_model_side)
                     case StartEngine() as start:
                         self._nursery.start_soon(self._open, start)
                     case Join(number):
@@ -91,7 +96,9 @@ class EngineProcess:
     async def _open(self, start: StartEngine) -> None:
         try:
             side = await _import_model_side()
-            self._batcher = await side.open_batcher(self._nursery, start, self._tell_progress, self._tell_models)
+            self._batcher, rehearsed = await side.open_batcher(
+                self._nursery, start, self._tell_progress, self._tell_models
+            )
         except Exception as error:
             raise StartFault(error) from error
         models = await self._batcher.call(ModelsRequest(), timeout=None)
@@ -99,7 +106,7 @@ class EngineProcess:
         keep_for_good()
         self._nursery.start_soon(keep_returning_freed_memory)
         num_bytes = resident_bytes() + stats.get("kv_bytes", 0)  # blocks are resident once they are used
-        await self._tell(EngineReady(models, stats, num_bytes))
+        await self._tell(EngineReady(models, stats, num_bytes, rehearsed))
         await self._prepare_rest(side.prepare_rest)
 
     async def _prepare_rest(self, prepare: Callable[[ActorRef], None]) -> None:

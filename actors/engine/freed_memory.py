@@ -42,3 +42,12 @@ def resident_bytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
+
+
+def oom_kills() -> int | None:
+    """Return how many processes this machine's kernel has killed for their memory; None if it does not report that."""
+    try:
+        counters = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+    except OSError:
+        return None
+    return int(counters["oom_kill"]) if "oom_kill" in counters else None

@@ -21,6 +21,7 @@ from genbatch.actors.runtime.telemetry import Telemetry
 from genbatch.nif.context.engine import Engine, load_engine
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import AdapterError
+from genbatch.nif.step_costs import RehearsedStep
 from genbatch.proto.service_messages import Models
 
 logger = logging.getLogger(__name__)
@@ -36,8 +37,10 @@ async def open_batcher(
     start: StartEngine,
     progress: Callable[[str, int, int], None],
     on_models: Callable[[Models, list[AdapterSource]], None],
-) -> ActorRef:
+) -> tuple[ActorRef, tuple[RehearsedStep, ...]]:
     """Load the model and start the Batcher in `nursery`, so that a crash of the Batcher ends the nursery.
+
+    Returns the Batcher's ref, and the steps that were rehearsed.
 
     Args:
         on_models: called with the served models and the adapters for the next engine, whenever they change.
@@ -62,12 +65,14 @@ async def open_batcher(
         sources = [AdapterSource(one.name, str(one.path), one.digest) for one in engine.adapters.serving()]
         on_models(models, sources)
 
-    batcher = Batcher(context_factory(engine, options), options, open_flight=open_flight, on_models=tell_models)
+    factory = context_factory(engine, options)
+    batcher = Batcher(factory, options, open_flight=open_flight, on_models=tell_models, rehearsed=start.rehearsed)
     telemetry = Telemetry()
     await nursery.start(observe, telemetry)
-    return await start_actor(
+    ref = await start_actor(
         nursery, batcher, name="batcher", mailbox_size=MAILBOX_SIZE, telemetry=telemetry, shutdown_s=SHUTDOWN_S
     )
+    return ref, batcher.rehearsed
 
 
 def prepare_rest(batcher: ActorRef) -> None:

@@ -231,11 +231,11 @@ class RemoteBatcher:
         if self._nursery is None:
             hand_over.close()
         else:
-            self.join(FrameStream(hand_over), message.models)
+            self.join(FrameStream(hand_over), message.models, was_killed=message.was_killed)
         await trio.lowlevel.checkpoint()  # last: the connection owns the socket by now
 
-    def join(self, stream: FrameStream, models: Models) -> None:
-        """Work with a new engine from now on."""
+    def join(self, stream: FrameStream, models: Models, *, was_killed: bool = False) -> None:
+        """Work with a new engine from now on; see AcceptedRequests.engine_up."""
         assert self._nursery is not None, "not running"
         if self._connection is not None:
             self._connection.close()
@@ -244,7 +244,7 @@ class RemoteBatcher:
         self._nursery.start_soon(self._connection.run)
         self._models = models
         self._watch.joined(trio.current_time())
-        self.accepted.engine_up()
+        self.accepted.engine_up(was_killed=was_killed)
         self.joined.set()
         self._send_due()
 

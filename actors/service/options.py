@@ -44,7 +44,7 @@ class ServiceOptions:
         engine: "process" runs the Batcher in another process, which is restarted if it dies; "thread" runs it in this
             process, which ends with it.
         spare_engine: keep a process with an engine's libraries imported, so that a dead engine is replaced some seconds
-            sooner. It takes about 300 MB, once for all models.
+            sooner. It takes 60 MB, or 400 MB if a model runs in torch, once for all models.
         take_over: replace a service that this user runs at one of these addresses. The new service loads its model
             first. Then it gets the addresses, and the old service ends its open requests within its own
             `shutdown_timeout_s`. Without such a service it starts as usual.

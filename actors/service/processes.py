@@ -13,6 +13,7 @@ The supervisor process does nothing else and imports no torch, so that crashes h
 """
 
 import logging
+import signal
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -50,6 +51,7 @@ from genbatch.actors.engine.child_process import (
     encode_options,
     to_error,
 )
+from genbatch.actors.engine.freed_memory import oom_kills
 from genbatch.actors.gateways.listening import ListeningSockets
 from genbatch.actors.runtime.errors import StartFailed
 from genbatch.actors.runtime.supervisor import ChildSpec, Intensity, Restart, Supervisor, Task, background
@@ -90,6 +92,7 @@ class Joint:
         self._models = Models(models=())
         self._num_bytes = 0
         self._number = 0
+        self._was_killed = False
 
     async def engine_is_ready(self, side: Side, models: Models, num_bytes: int = 0) -> None:
         """Take an engine that has started, and takes so many bytes."""
@@ -106,10 +109,10 @@ class Joint:
         if self._engine is side:
             self._models = models
 
-    def engine_is_gone(self, side: Side) -> None:
-        """Forget an engine that has ended, unless another engine has replaced it."""
+    def engine_is_gone(self, side: Side, *, was_killed: bool = False) -> None:
+        """Forget an engine that has ended, unless another engine has replaced it; see Join."""
         if self._engine is side:
-            self._engine = None
+            self._engine, self._was_killed = None, was_killed
 
     def gateway_is_gone(self, side: Side) -> None:
         """Forget a gateway that has ended, unless another gateway has replaced it."""
@@ -125,7 +128,8 @@ class Joint:
         if self._engine is None or self._gateway is None:
             return
         self._number += 1
-        join = Join(self._number, self._models, self._place, self._num_bytes)
+        join = Join(self._number, self._models, self._place, self._num_bytes, self._was_killed)
+        self._was_killed = False  # another link to this engine follows no death
         ends = list(socket.socketpair())
         try:
             for side in (self._engine, self._gateway):
@@ -149,11 +153,14 @@ SPARE_DELAY_S = 5.0
 class SpareEngine:
     """Keeps a spare process that has imported an engine's libraries and has no model.
 
-    A starting engine takes the spare process. These imports are most of a start: 3.4 of 4.1 s of processor time with
-    the packaged model.
+    A starting engine takes the spare process. These imports are more than half of a native engine's start.
+
+    Args:
+        needs_torch: returns whether an engine needs torch and transformers' modules, too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, needs_torch: Callable[[], bool]) -> None:
+        self._needs_torch = needs_torch
         self._child: ChildProcess | None = None
         self._taken = trio.Event()
 
@@ -181,7 +188,7 @@ class SpareEngine:
                 if not self._taken.is_set():
                     self._child = child = new_engine()
                     with suppress(OSError):  # `take` notices a process that has ended
-                        await child.channel.send(PrepareEngine())
+                        await child.channel.send(PrepareEngine(self._needs_torch()))
                     await self._taken.wait()
         finally:
             if self._child is not None:
@@ -224,6 +231,11 @@ class EngineRunner:
         """The process id of the engine that runs or loads; None if there is none."""
         return None if self._child is None else self._child.pid
 
+    @property
+    def needs_torch(self) -> bool:
+        """Whether the last engine was not a native one."""
+        return self.ready is not None and not self.ready.stats.get("runner", "").startswith("native")
+
     def kill(self, reason: str) -> None:
         """Kill a hanging engine; an engine that still loads is not the hanging one."""
         if self._child is not None and self._is_up:
@@ -243,7 +255,8 @@ class EngineRunner:
         grace_s = 0.0
         try:
             self.ready = await self._wait_until_ready(child)
-            self._is_up = True
+            self._start = msgspec.structs.replace(self._start, rehearsed=self.ready.rehearsed)
+            self._is_up, num_oom_kills = True, oom_kills()
             task_status.started()
             await self._joint.engine_is_ready(child.channel, self.ready.models, self.ready.num_bytes)
             while (message := await child.channel.receive()) is not None:
@@ -253,7 +266,11 @@ class EngineRunner:
                     case ServingChanged(models, adapters):
                         self._start = msgspec.structs.replace(self._start, adapters=adapters)
                         self._joint.serving_changed(child.channel, models)
-            raise ProcessDied("engine", await child.end(EXIT_S))
+            code = await child.end(EXIT_S)
+            # guard: a kill for its memory is not from outside
+            was_killed = code == -signal.SIGKILL and num_oom_kills is not None and oom_kills() == num_oom_kills
+            self._joint.engine_is_gone(child.channel, was_killed=was_killed)
+            raise ProcessDied("engine", code)
         except trio.Cancelled:
             grace_s = ENGINE_STOP_S
             raise
@@ -434,12 +451,14 @@ class ServiceProcesses:
     Args:
         engines: one per model, in the order of their names.
         on_demand: the names of the models that were loaded on demand at the start; theirs are the last engines.
+        take_over_refusal: why no other service can take its place; "" if one can.
     """
 
     engines: list[EngineRunner]
     gateway: GatewayRunner
     telemetry: Telemetry
     on_demand: tuple[str, ...] = ()
+    take_over_refusal: str = ""
 
     @property
     def engine(self) -> EngineRunner:
@@ -504,7 +523,7 @@ async def open_processes(
     num_kept = num_models - len(on_demand)
     telemetry = Telemetry()
     joints = [Joint(place) for place in range(num_models)]
-    spare = SpareEngine() if options.spare_engine else None
+    spare = SpareEngine(lambda: any(engine.needs_torch for engine in engines)) if options.spare_engine else None
     new_process = new_engine if spare is None else spare.take
 
     def runner(engine: EngineOptions, batcher: BatcherOptions, joint: Joint) -> EngineRunner:

@@ -2,6 +2,7 @@
 
 from tests.mutations.mutation import (
     Mutation,
+    always,
     call_becomes,
     catches_only,
     dropped,
@@ -80,6 +81,28 @@ ENGINE_GUARDS = (
         call_becomes("any", "all({0})"),
         SUSPECTS,
         "innocents end with the poison",
+    ),
+    Mutation(
+        "one service takes over at a time",
+        never,
+        ("actors/service/test_take_over.py::test_a_later_service_that_ends_before_it_listens_changes_nothing",),
+        "two services have the same addresses",
+    ),
+    Mutation(
+        "pardoned once",
+        always,
+        (
+            "actors/engine/test_accepted_requests.py::test_a_request_that_was_sent_with_others_is_no_cause_and_the_next_death_makes_suspects_of_all",
+        ),
+        "a request whose deadly work looks like a kill from outside kills one engine after another",
+    ),
+    Mutation(
+        "a kill for its memory is not from outside",
+        without_operand(2),
+        (
+            "actors/service/test_joint.py::test_the_gateway_is_told_once_whether_the_last_engine_was_killed_from_outside",
+        ),
+        "a request that takes all memory is sent again with all others",
     ),
     Mutation(
         "poison",

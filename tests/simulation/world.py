@@ -118,6 +118,8 @@ class World:
         self._jumped_s = 0.0
         self._runner_type = self.rng.choice((HistoryRunner, ChoosingHistoryRunner))
         self._windows = GROUPS[seed % len(GROUPS)]
+        self._misjudges = random.Random(seed)
+        self._was_killed = False  # whether the last death looked like a kill from outside
         self._of_fleet = life is not None
         if life is not None:
             self.rng = random.Random(f"{seed} {life}")
@@ -306,7 +308,8 @@ class World:
             try:
                 await self._live()
             except* (EngineDies, EngineFault):
-                pass
+                # Now and then a death that a request has caused looks as if it had come from outside.
+                self._was_killed = self._misjudges.random() < 0.2
             self.trace("engine", "died")
             self._life = self._batcher = None
 
@@ -323,7 +326,7 @@ class World:
                 # What ends it ends the process: there is no time for last words.
                 ref = await start(life, batcher, name="batcher", shutdown_s=0.0)
                 models = await ref.call(ModelsRequest(), timeout=None)
-                self._link.join(gateway_end, models)  # type: ignore[arg-type]  # a pipe in the place of a socket
+                self._link.join(gateway_end, models, was_killed=self._was_killed)  # type: ignore[arg-type]  # a pipe
                 self._batcher, self._life = batcher, life
                 await EngineSession(ref, self._engine_end).run()
                 life.cancel_scope.cancel()
@@ -363,6 +366,7 @@ class World:
             self._engine_end.cut()
             self._life.cancel_scope.cancel()
             self._life = self._batcher = None
+            self._was_killed = reason == "drawn"
 
     async def _drain(self) -> None:
         """An operator's last word: in time, nothing is open any more."""

@@ -199,6 +199,46 @@ def test_suspects_are_sent_one_at_a_time_the_likeliest_first_and_innocents_live(
     assert {entry.deaths for entry in order} == {1}
 
 
+def test_after_a_kill_from_outside_all_requests_go_on_at_once_those_with_tokens_first() -> None:
+    accepted = AcceptedRequests(8)
+    first, second, third = (accepted.accept(ask(p), 0.0) for p in "abc")
+    accepted.engine_up()
+    accepted.due()
+    accepted.add(second, token(0))
+    accepted.lose(1.0)
+    fresh = accepted.accept(ask("fresh"), 1.0)
+    accepted.engine_up(was_killed=True)
+    assert accepted.due() == [second, first, third, fresh]
+    assert second.drawn() == (DrawnTokens([100]),)
+    accepted.check_integrity()
+
+
+def test_a_request_that_was_sent_with_others_is_no_cause_and_the_next_death_makes_suspects_of_all() -> None:
+    accepted = AcceptedRequests(8)
+    innocent, poison = accepted.accept(ask("a"), 0.0), accepted.accept(ask("p"), 0.0)
+    for was_killed in (False, True):  # both look as if they had come from outside
+        accepted.engine_up(was_killed=was_killed)
+        assert accepted.due() == [innocent, poison]
+        assert accepted.lose(1.0) == []
+    accepted.engine_up(was_killed=True)
+    assert accepted.due() == [poison], "a request is pardoned once"
+    assert errors(accepted.lose(2.0)) == {poison.id: EngineLost}
+    with pytest.raises(EngineLost):
+        accepted.accept(ask("p"), 3.0)
+    accepted.engine_up()
+    assert accepted.due() == [innocent]
+
+
+def test_a_pardoned_death_does_not_count_towards_the_most_deaths() -> None:
+    accepted = AcceptedRequests(8)
+    entry = accepted.accept(ask(), 0.0)
+    for index in range(MAX_DEATHS + 1):
+        accepted.engine_up(was_killed=index == 1)
+        assert accepted.due() == [entry]
+        accepted.add(entry, token(index))
+        assert bool(accepted.lose(1.0)) is (index == MAX_DEATHS)
+
+
 def test_poison_is_refused_for_a_while_and_nothing_else_is() -> None:
     accepted = AcceptedRequests(8)
     accepted.accept(ask("p", temperature=1.0, deadline_s=9.0, seed=7), 0.0)  # clients draw the seed
@@ -286,9 +326,9 @@ class AnyEngine(RuleBasedStateMachine):
         self.send()
 
     @precondition(lambda self: not self.accepted.is_up)
-    @rule()
-    def engine_comes(self) -> None:
-        self.accepted.engine_up()
+    @rule(was_killed=st.booleans())
+    def engine_comes(self, was_killed: bool) -> None:
+        self.accepted.engine_up(was_killed=was_killed)
         self.send()
 
     @precondition(lambda self: self.accepted.is_up)
@@ -337,9 +377,10 @@ class AnyEngine(RuleBasedStateMachine):
     def nothing_is_lost(self) -> None:
         self.accepted.check_integrity()
         assert {entry.id for entry in self.accepted} == set(self.open)
-        suspects = [entry for entry in self.accepted if entry.deaths and entry.phase is Stage.SENT]
+        suspects = [entry for entry in self.accepted if entry.is_suspect and entry.phase is Stage.SENT]
         assert len(suspects) <= 1
-        assert all(entry.deaths < MAX_DEATHS for entry in self.accepted), "replayed without end"
+        assert all(entry.deaths <= MAX_DEATHS for entry in self.accepted), "replayed without end"
+        assert all(entry.deaths < MAX_DEATHS or entry.is_pardoned for entry in self.accepted)
         for tokens in self.seen.values():
             for choice in (0, 1):
                 indices = [index for of, index in tokens if of == choice]

@@ -23,9 +23,11 @@ from genbatch.actors.engine.child_process import (
 from genbatch.actors.engine.engine_process import EngineProcess
 from genbatch.actors.engine.link import EngineSession, FrameStream
 from genbatch.nif.errors import ModelError
+from genbatch.nif.step_costs import RehearsedStep, StepWork
 from genbatch.proto.service_messages import Models
 
 NONE, CHANGED = Models(models=()), Models(models=())
+REHEARSED = (RehearsedStep(StepWork(decodes=1, keys=1), 0.01),)
 START = StartEngine(engine_options=b"", batcher_options=b"")  # type: ignore[arg-type]
 
 
@@ -97,12 +99,12 @@ def sides(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What `open_batcher` was given, and what it raises; EngineSession and the garbage collector stand aside."""
     sides = SimpleNamespace(progress=None, models=None, fault=None, kept=0, prepared=trio.Event(), batcher=Batcher())
 
-    async def open_batcher(nursery: Any, start: Any, progress: Any, models: Any) -> Batcher:
+    async def open_batcher(nursery: Any, start: Any, progress: Any, models: Any) -> tuple[Batcher, Any]:
         sides.progress, sides.models = progress, models
         await trio.lowlevel.checkpoint()
         if sides.fault is not None:
             raise sides.fault
-        return sides.batcher
+        return sides.batcher, REHEARSED
 
     def keep() -> None:
         sides.kept += 1
@@ -133,7 +135,7 @@ async def test_it_is_ready_with_its_models_and_stats_and_ends_when_the_parent_sa
     async with trio.open_nursery() as nursery:
         await started(nursery, parent)
         [ready] = parent.heard
-        assert ready == EngineReady(NONE, sides.batcher.stats, ready.num_bytes) and ready.num_bytes > 0
+        assert ready == EngineReady(NONE, sides.batcher.stats, ready.num_bytes, REHEARSED) and ready.num_bytes > 0
         assert sides.kept == 1
         await parent.say.send(StopNow())
 

@@ -17,6 +17,7 @@ from genbatch.actors.runtime.actor import start
 from genbatch.nif.context import Context
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.native.runner import NativeRunner, native_runner
+from genbatch.nif.step_costs import RehearsedStep, StepWork
 from tests.actors.service.running_service import TIMEOUT_S, RunningService
 
 # Each process of the service writes the names of its imports to a file.
@@ -105,6 +106,25 @@ async def test_a_batcher_reserves_its_largest_step_before_the_first_one(watched:
         assert watched.calls[0] == ("reserve", 96)
         kinds, sizes = zip(*watched.calls[1:], strict=True)
         assert set(kinds) == {"step"} and sizes[0] == 1 < sizes[-1] < 96
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.trio
+async def test_after_a_crash_no_step_is_rehearsed_and_the_costs_are_those_of_the_last_engine(
+    watched: Watched, smollm2: Model
+) -> None:
+    rehearsed = (RehearsedStep(StepWork(decodes=1, keys=1), 0.25),)
+    async with trio.open_nursery() as nursery:
+        batcher = Batcher(
+            lambda: Context(smollm2, watched, n_ctx=256, n_parallel=2, n_batch=96),
+            BatcherOptions(n_parallel=2, max_batch_tokens=96),
+            rehearsed=rehearsed,
+        )
+        await start(nursery, batcher, name="batcher")
+        assert watched.calls == [("reserve", 96)]
+        assert batcher.times.time is not None
+        assert batcher.times.time.seconds(rehearsed[0].work) == pytest.approx(0.25, rel=0.2)
+        assert batcher.rehearsed == rehearsed, "the next engine gets them, too"
         nursery.cancel_scope.cancel()
 
 

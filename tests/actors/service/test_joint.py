@@ -1,12 +1,17 @@
-"""The socketpairs of a Joint: whatever happens while they are handed over, each end is somebody's or closed."""
+"""Joint: each end of a socketpair has an owner or is closed, and a gateway is told how the last engine has ended."""
 
+import os
+import signal
 import socket
+from collections.abc import Callable
 
+import msgspec
 import pytest
 import trio
 
-from genbatch.actors.engine.child_process import Join
-from genbatch.actors.service.processes import Joint
+from genbatch.actors.engine.child_process import ChildProcess, Join, ProcessDied, StartEngine
+from genbatch.actors.service import processes
+from genbatch.actors.service.processes import EngineRunner, Joint
 from genbatch.proto.service_messages import Models
 
 pytestmark = pytest.mark.trio
@@ -33,9 +38,14 @@ class Kept:
 
     def __init__(self) -> None:
         self.ends: list[socket.socket] = []
+        self.joins: list[Join] = []
+        self.came = trio.Event()  # replaced at each message
 
     async def send(self, message: Join, hand_over: socket.socket) -> None:
         self.ends.append(hand_over)
+        self.joins.append(message)
+        self.came.set()
+        self.came = trio.Event()
 
 
 @pytest.fixture
@@ -71,3 +81,58 @@ async def test_a_side_that_is_gone_does_not_keep_the_other_from_its_end(made: li
     with end:
         assert end.recv(1) == b""  # it sees at once that nobody is there
     assert all(one.fileno() == -1 for one in made)
+
+
+def by_signal(number: signal.Signals) -> Callable[[EngineRunner], None]:
+    """Return a function that ends the runner's engine as someone else on this machine would."""
+
+    def end(runner: EngineRunner) -> None:
+        assert runner.pid is not None
+        os.kill(runner.pid, number)
+
+    return end
+
+
+@pytest.mark.parametrize(
+    ("end", "oom_kills", "was_killed"),
+    [
+        pytest.param(by_signal(signal.SIGKILL), [3, 3], True, id="from outside"),
+        pytest.param(by_signal(signal.SIGKILL), [3, 4], False, id="for its memory"),
+        pytest.param(by_signal(signal.SIGKILL), [None, None], False, id="nobody knows"),
+        pytest.param(by_signal(signal.SIGABRT), [3, 3], False, id="a crash"),
+        pytest.param(lambda runner: runner.kill("it hangs"), [3, 3], False, id="a hang"),
+    ],
+)
+async def test_the_gateway_is_told_once_whether_the_last_engine_was_killed_from_outside(
+    end: Callable[[EngineRunner], None],
+    oom_kills: list[int | None],
+    was_killed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counts = iter([*oom_kills, oom_kills[-1]])
+    monkeypatch.setattr(processes, "oom_kills", lambda: next(counts))
+    joint, gateway = Joint(), Kept()
+    await joint.gateway_is_ready(gateway)
+    start = StartEngine(msgspec.Raw(b"\x80"), msgspec.Raw(b"\x80"))
+    runner = EngineRunner(
+        start, joint, lambda *_: None, lambda: ChildProcess("engine", "tests.actors.engine.ready_at_once")
+    )
+    came = gateway.came
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(live_and_die, runner)
+        await came.wait()
+        end(runner)
+    came = gateway.came
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(live_and_die, runner)
+        await came.wait()
+        await joint.unjoined(gateway.joins[-1].number)  # a new link to the same engine
+        nursery.cancel_scope.cancel()
+    assert [join.was_killed for join in gateway.joins] == [False, was_killed, False]
+    for one in gateway.ends:
+        one.close()
+
+
+async def live_and_die(runner: EngineRunner) -> None:
+    with pytest.raises(ProcessDied):
+        await runner.run()
