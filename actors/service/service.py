@@ -48,12 +48,14 @@ class Service:
         batcher: answers the Batcher's calls, here or in an engine process; it survives restarts.
         listeners: the gateways.
         engine: the loaded model; None if another process has it.
+        take_over_refusal: why no other service can take its place; "" if one can.
     """
 
     batcher: Callee
     telemetry: Telemetry
     listeners: Listeners
     engine: Engine | None = None
+    take_over_refusal: str = ""
 
     @property
     def addresses(self) -> tuple[str, ...]:

@@ -47,10 +47,15 @@ _UCRED: Final = struct.Struct("=3i")  # Linux's: process, user, group
 
 
 class EarlierService(msgspec.Struct, frozen=True, tag="running"):
-    """The earlier service's process, and the address of each of its doors."""
+    """The earlier service's process, and the address of each of its doors.
+
+    Args:
+        refusal: why it cannot be taken over; "" if it can.
+    """
 
     pid: int
     addresses: dict[str, str]
+    refusal: str = ""
 
 
 class AskForSockets(msgspec.Struct, frozen=True, tag="ask"):
@@ -82,9 +87,11 @@ class Succession:
 
     Args:
         sockets: this service's listening sockets.
+        refusal: why no service can take over this one; "" if one can.
     """
 
-    def __init__(self, sockets: ListeningSockets) -> None:
+    def __init__(self, sockets: ListeningSockets, refusal: str = "") -> None:
+        self._refusal = refusal
         self.leaving = trio.Event()  # set once a later service has taken over
         self._sockets = sockets
         self._successor: ControlChannel[Any] | None = None
@@ -127,11 +134,12 @@ class Succession:
 
     async def _talk(self, channel: ControlChannel[Any]) -> None:
         addresses = {str(door): address for door, address in self._sockets.addresses.items()}
-        await channel.send(EarlierService(os.getpid(), addresses))
+        await channel.send(EarlierService(os.getpid(), addresses, self._refusal))
         while (message := await channel.receive()) is not None:
-            if self.leaving.is_set():
-                return  # the addresses are the later service's
+            if self.leaving.is_set() or self._refusal:
+                return  # the addresses are the later service's, or remain this one's
             if isinstance(message, AskForSockets):
+                # guard: one service takes over at a time
                 if self._successor is not None:
                     await channel.send(Busy())
                     return
@@ -172,7 +180,7 @@ async def find_predecessor(addresses: Mapping[Door, str]) -> AsyncIterator[Prede
     """Yield the running service that has one of these addresses, or None. It keeps running until `leave`.
 
     Raises:
-        AddressError: it has the address for another protocol, or another service is replacing it.
+        AddressError: it has the address for another protocol, it cannot be replaced, or another service is doing so.
     """
     directory = runtime_directory()
     if not directory.is_dir():
@@ -216,6 +224,9 @@ async def _ask(channel: ControlChannel[Any], addresses: Mapping[Door, str]) -> P
         shared = _shared_doors(running, addresses)
         if not shared:
             return None
+        if running.refusal:
+            address = next(iter(shared.values()))
+            raise AddressError(address, f"process {running.pid} cannot be taken over: {running.refusal}")
         await channel.send(AskForSockets())
         sockets: dict[Door, list[socket.socket]] = {}
         while True:

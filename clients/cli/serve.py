@@ -313,6 +313,10 @@ class Running(Protocol):
     def telemetry(self) -> Telemetry:
         """The events of the service."""
 
+    @property
+    def take_over_refusal(self) -> str:
+        """Why no other service can take its place; "" if one can."""
+
     async def describe(self) -> tuple[Models, dict[str, Any]]:
         """Return the served models, and the stats."""
 
@@ -362,7 +366,7 @@ async def _serve(
                 await predecessor.leave()
                 sockets.own()
                 log_event("took_over", process=predecessor.pid)
-            succession = Succession(sockets)
+            succession = Succession(sockets, service.take_over_refusal)
             await nursery.start(succession.run)
             log_event("ready", model=names, addresses=",".join(service.addresses))
             ready.set()

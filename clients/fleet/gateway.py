@@ -104,6 +104,11 @@ class FleetGateway:
         """Return the addresses for clients."""
         return self._listeners.addresses
 
+    @property
+    def take_over_refusal(self) -> str:
+        """Return why no other gateway can take this one's place; "" if one can."""
+        return self._replicas.take_over_refusal
+
     async def describe(self) -> tuple[Models, dict[str, Any]]:
         """Return the served models and the stats; there is no model before the first replica."""
         try:

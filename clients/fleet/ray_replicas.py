@@ -266,6 +266,12 @@ def _be_rank(rank: int, size: int, meeting: tuple[str, int]) -> None:
     }
 
 
+_OWN_RAY = (
+    "it started Ray itself, which ends with it and with the replicas; run `ray start --head`, and start both services "
+    "with --ray-address"
+)
+
+
 class RayReplicas:
     """Creates, finds and ends replicas. Calls to Ray run on a thread, because Ray's interface blocks.
 
@@ -274,6 +280,9 @@ class RayReplicas:
         options: the options of new replicas.
         address: the Ray to join. None joins this machine's Ray, or starts one that ends with this process.
             "local" always starts a new Ray.
+
+    Attributes:
+        take_over_refusal: why no other gateway can take the place of this process; "" if one can.
 
     Raises:
         RayUnavailable: Ray is not installed or cannot be reached.
@@ -297,6 +306,7 @@ class RayReplicas:
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise RayUnavailable(f"no Ray at {address or 'this machine'}: {error}") from error
         self._lifetime = "detached" if self._is_cluster else None
+        self.take_over_refusal = "" if self._is_cluster else _OWN_RAY
         self._keys = KeyPair(*zmq.curve_keypair())
         self._held: dict[str, Any] = {}
         self._version = ""

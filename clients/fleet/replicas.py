@@ -112,7 +112,13 @@ class Described(msgspec.Struct, frozen=True):
 
 
 class Replicas(Protocol):
-    """Creates, finds and ends replicas; a replica's name ends with a space and its index."""
+    """Creates, finds and ends replicas; a replica's name ends with a space and its index.
+
+    Attributes:
+        take_over_refusal: why no other gateway can take the place of this process; "" if one can.
+    """
+
+    take_over_refusal: str
 
     async def settle(self) -> None:
         """Find the existing version of this gateway's options, or create a new version, which becomes the latest."""

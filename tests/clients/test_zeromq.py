@@ -85,8 +85,8 @@ async def main():
     kind = ZeroMQClient if sys.argv[1].startswith("ipc") else RPCClient
     async with kind(sys.argv[1], timeout=float(sys.argv[2])) as client, client.stream("hold", seed=5) as stream:
         async for token in stream:
-            print(token.text, flush=True)
-    print(stream.result.text, flush=True)
+            print("token", token.text, flush=True)
+    print("result", stream.result.text, flush=True)
 
 trio.run(main)
 """
@@ -106,7 +106,7 @@ async def test_a_client_whose_machine_stood_still_for_longer_than_its_lease_cont
             with trio.fail_after(PATIENCE_S):
                 held = await service.batcher.arrival("hold")
                 held.emit("a")
-                assert await trio.to_thread.run_sync(process.stdout.readline) == "a\n"
+                assert await trio.to_thread.run_sync(process.stdout.readline) == "token a\n"
                 process.send_signal(signal.SIGSTOP)
                 await service.batcher.release("hold")
                 process.send_signal(signal.SIGCONT)
@@ -115,7 +115,8 @@ async def test_a_client_whose_machine_stood_still_for_longer_than_its_lease_cont
                 again.emit("b")
                 again.finish()
                 rest = await trio.to_thread.run_sync(process.stdout.read)
-                assert rest.split() == ["b", "b"]  # the last one is this engine's result
+                told = [line for line in rest.splitlines() if line.startswith(("token", "result"))]
+                assert told == ["token b", "result b"]  # the scripted result has its own tokens only
         finally:
             process.kill()
             await trio.to_thread.run_sync(process.wait)

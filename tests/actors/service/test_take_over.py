@@ -138,13 +138,13 @@ def run_to_its_end(service: RunningService) -> subprocess.CompletedProcess[str]:
 
 
 @asynccontextmanager
-async def offering(path: Path) -> AsyncIterator[tuple[Succession, ListeningSockets]]:
+async def offering(path: Path, refusal: str = "") -> AsyncIterator[tuple[Succession, ListeningSockets]]:
     """A service that can be taken over, without a gateway."""
     sockets = ListeningSockets({"rpc": f"unix://{path}"})
     with trio.fail_after(PATIENCE_S):
         await sockets.open_all()
         async with trio.open_nursery() as nursery:
-            succession = Succession(sockets)
+            succession = Succession(sockets, refusal)
             await nursery.start(succession.run)
             yield succession, sockets
             nursery.cancel_scope.cancel()
@@ -201,6 +201,25 @@ async def test_a_later_service_that_ends_before_it_listens_changes_nothing(tmp_p
         while not await is_offered(path):
             await a_moment()
         await trio.testing.wait_all_tasks_blocked(0.01)  # the earlier one has seen the end of that look
+        assert not succession.leaving.is_set()
+    assert not path.exists()
+
+
+@pytest.mark.trio
+async def test_a_service_that_cannot_be_taken_over_says_why_and_keeps_its_addresses(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    async with offering(path, "it started Ray itself") as (succession, _):
+        with pytest.raises(AddressError, match=f"process {os.getpid()} cannot be taken over: it started Ray itself"):
+            async with find_predecessor({"rpc": f"unix://{path}"}):
+                pass
+        end = take_over._connect(runtime_directory() / f"serve-{os.getpid()}.sock")
+        assert end is not None
+        await end.receive()
+        await end.send(take_over.AskForSockets())  # an earlier version, which does not know of refusals
+        assert await end.receive() is None
+        end.close()
+        async with find_predecessor({"rpc": f"unix://{path}2"}) as other:
+            assert other is None
         assert not succession.leaving.is_set()
     assert not path.exists()
 

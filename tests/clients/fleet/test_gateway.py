@@ -1,6 +1,7 @@
 """FleetGateway over real services: who joins, who leaves, and who comes back as somebody else."""
 
 from collections.abc import Callable
+from contextlib import AsyncExitStack, closing
 from itertools import count
 from pathlib import Path
 
@@ -8,17 +9,26 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from genbatch import open_batcher
+from genbatch import ZeroMQClient, open_batcher
+from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.fleet.routing import ScaleRule
+from genbatch.actors.gateways.listening import ListeningSockets
+from genbatch.actors.runtime.supervisor import background
+from genbatch.actors.service.gateway_process import door_addresses
 from genbatch.actors.service.options import ServiceOptions
+from genbatch.actors.service.processes import open_processes
+from genbatch.actors.service.take_over import Succession, find_predecessor
 from genbatch.clients.fleet.gateway import FleetGateway, FleetOptions
 from genbatch.clients.fleet.replicas import Described, ReplicaConnection
 from genbatch.clients.transports import ZeroMQTransport
+from genbatch.nif.engine_options import EngineOptions
 from tests.waiting import ENGINE_PATIENCE_S, a_moment
 
 
 class Services:
     """Replicas of one address, each time with another life; implements Replicas."""
+
+    take_over_refusal = ""
 
     def __init__(self, address: str) -> None:
         self.lives: dict[str, Described] = {}  # by name
@@ -78,6 +88,45 @@ async def test_a_replica_that_leaves_is_asked_no_more_and_another_life_of_it_joi
             await replicas_are("replica 0 1", "replica 1 3")
             del services.lives["replica 0"]
             await replicas_are("replica 0 4", "replica 1 3")
+
+
+@pytest.mark.trio
+async def test_a_gateway_takes_over_from_another_of_its_fleet_and_streams_of_both_end_as_usual(
+    tiny_model_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    services = Services(f"ipc://{tmp_path}/replica.sock")
+    options = FleetOptions(rule=ScaleRule(min_replicas=1, max_replicas=1))
+    service = ServiceOptions(bind=f"ipc://{tmp_path}/fleet.sock")
+    addresses, long = door_addresses(service), {"max_tokens": 200, "ignore_eos": True}
+    with trio.fail_after(ENGINE_PATIENCE_S):
+        async with AsyncExitStack() as stack:
+            engine = EngineOptions(model_path=str(tiny_model_dir("llama")), dtype="float32", n_gpu_layers=0, n_ctx=1024)
+            own = ServiceOptions(bind=f"ipc://{tmp_path}/replica.sock")
+            await stack.enter_async_context(open_processes(engine, BatcherOptions(), own, of_fleet=True))
+            nursery = await stack.enter_async_context(background())
+            sockets = stack.enter_context(closing(ListeningSockets(addresses)))
+            earlier = FleetGateway(services, options, service, sockets=sockets)
+            await stack.enter_async_context(earlier.run())
+            succession = Succession(sockets, earlier.take_over_refusal)
+            await nursery.start(succession.run)
+            client = await stack.enter_async_context(ZeroMQClient(service.bind, timeout=ENGINE_PATIENCE_S))
+            async with client.stream([5, 6], **long) as stream:
+                tokens = [(await anext(stream)).token_id]
+                predecessor = await stack.enter_async_context(find_predecessor(addresses))
+                assert predecessor is not None
+                taken = stack.enter_context(closing(ListeningSockets(addresses, predecessor.sockets)))
+                later = FleetGateway(services, options, service, sockets=taken)
+                await stack.enter_async_context(later.run())
+                await predecessor.leave()
+                taken.own()
+                assert succession.leaving.is_set()
+                nursery.start_soon(earlier.retire, ENGINE_PATIENCE_S)
+                async with ZeroMQClient(service.bind, timeout=ENGINE_PATIENCE_S) as other:
+                    answer = await other.generate([5, 6], **long)
+                assert later.fleet.counts["accepted"] == 1
+                tokens += [token.token_id async for token in stream]
+            assert tokens == answer.token_ids and earlier.fleet.counts["accepted"] == 1
 
 
 @pytest.mark.trio

@@ -61,6 +61,7 @@ async def test_a_fleet_on_ray_starts_at_the_first_request_and_keeps_its_promises
     with trio.fail_after(TIMEOUT_S):
         async with open_fleet(replicas, options, service) as gateway:
             assert not gateway.fleet.replicas and await replicas.names() == []
+            assert "it started Ray itself" in gateway.take_over_refusal
             described = await _serve_and_kill(gateway, replicas, options, tmp_path)
     with trio.fail_after(TIMEOUT_S):
         for pid in described.pids:
@@ -191,6 +192,7 @@ async def test_a_replica_of_two_ranks_on_two_nodes_is_reached_with_keys_and_come
     options = FleetOptions(rule=ScaleRule())
     with trio.fail_after(TIMEOUT_S):
         async with open_fleet(replicas, options, ServiceOptions(bind=f"ipc://{tmp_path}/one.sock")) as gateway:
+            assert gateway.take_over_refusal == "", "its replicas outlive it"
             before = await replica_of(replicas)
             assert before.address.startswith("tcp://") and before.server_key is not None
             with pytest.raises(Unavailable):  # without a key, libzmq lets nobody in
