@@ -13,6 +13,7 @@ All of this runs on the model's thread.
 """
 
 from collections.abc import Sequence as ListOf
+from itertools import takewhile
 from math import inf
 
 from genbatch.actors.batcher.generation import Generation
@@ -75,6 +76,7 @@ class RunDrafts:
         sequences: the sequences of the run.
         costs: the costs that all runs share.
         max_rows: most tokens of a step.
+        vocab_size: tokens that the model can evaluate. A tokenizer, and so a grammar, may have more.
         looks_up: whether prompt lookup guesses, too.
         drafter: the draft model; None without one.
     """
@@ -85,6 +87,7 @@ class RunDrafts:
         costs: DraftCosts,
         *,
         max_rows: int,
+        vocab_size: int,
         looks_up: bool = True,
         drafter: Drafter | None = None,
     ) -> None:
@@ -98,6 +101,7 @@ class RunDrafts:
         self._num_forced = [0] * len(sequences)  # tokens of the current drafts that a grammar forces
         self._costs = costs
         self._max_drafted = max_rows - len(sequences)
+        self._vocab_size = vocab_size
         self._num_keys = 0
 
     def begin(self) -> None:
@@ -117,7 +121,7 @@ class RunDrafts:
 
     def next(self) -> list[list[int]]:
         """Return the draft of each sequence for the step that begins now; an empty list where no draft pays."""
-        forced = [sequence.sampler.forced() for sequence in self._sequences]
+        forced = [self._forced(sequence) for sequence in self._sequences]
         looked_up = [lookup.chance for lookup in self._lookups] or [0.0] * len(self._sequences)
         modelled = [0.0] * len(self._sequences)
         if self._drafter is not None:
@@ -135,7 +139,7 @@ class RunDrafts:
         for index, tokens in enumerate(forced):
             self._num_forced[index] = lengths[index] if tokens else 0
             if tokens:
-                drafts[index] = list(tokens[: lengths[index]])
+                drafts[index] = tokens[: lengths[index]]
                 lengths[index] = 0
             elif self._lookups and looked_up[index] >= modelled[index]:
                 drafts[index] = self._lookups[index].draft(lengths[index])
@@ -164,6 +168,11 @@ class RunDrafts:
                 self._drafter.verified(drafted.key, self._lengths[index] if num_drafted else 0, len(drawn) - 1)
                 drafted.tokens.extend(tokens)
         return all(left > 0 for left in self._left)
+
+    def _forced(self, sequence: Generation) -> list[int]:
+        """Return the next tokens that the sequence's grammar forces, as many as a draft may have."""
+        # guard: no drafted token is outside the model's vocabulary
+        return list(takewhile(lambda token: token < self._vocab_size, sequence.sampler.forced()[:MAX_DRAFT]))
 
     def _learn(self, index: int, num_right: int) -> None:
         """Learn from a verified draft how often a sequence draws the tokens that its grammar forces."""

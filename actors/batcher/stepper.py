@@ -449,7 +449,14 @@ class Stepper:
         guesses = looks_up or drafter is not None or any(sequence.constraint for sequence in sequences)
         if not (guesses and self._ctx.can_verify and len(batch) <= MAX_SEQUENCES):
             return None
-        return RunDrafts(sequences, self._costs, max_rows=self._ctx.n_batch, looks_up=looks_up, drafter=drafter)
+        return RunDrafts(
+            sequences,
+            self._costs,
+            max_rows=self._ctx.n_batch,
+            vocab_size=self._ctx.runner.vocab_size,
+            looks_up=looks_up,
+            drafter=drafter,
+        )
 
     def decoded(self, decoded: Decoded) -> bool:
         """Book a step of a run; the next step may be running."""

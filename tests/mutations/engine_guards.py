@@ -39,6 +39,12 @@ ENGINE_GUARDS = (
         "a sequence takes more blocks than it was promised",
     ),
     Mutation(
+        "no drafted token is outside the model's vocabulary",
+        call_becomes("takewhile", "{1}"),
+        ("actors/batcher/test_drafting.py::test_no_token_beyond_the_models_vocabulary_is_drafted",),
+        "the embedding of a token is read that the model does not have",
+    ),
+    Mutation(
         "a sampler knows the draft so far",
         dropped,
         ("actors/batcher/test_drafting.py::test_what_edits_its_logits_is_drafted_and_gives_the_same_bits",),

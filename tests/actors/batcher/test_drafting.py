@@ -145,7 +145,9 @@ class Sequences:
             for text in texts
         ]
         self.times = StepTimeModel()
-        self.drafts = RunDrafts(cast("list[Generation]", self.sequences), DraftCosts(self.times), max_rows=64)
+        self.drafts = RunDrafts(
+            cast("list[Generation]", self.sequences), DraftCosts(self.times), max_rows=64, vocab_size=10**6
+        )
         self.drafts.begin()
 
     @staticmethod
@@ -265,6 +267,18 @@ def test_forced_tokens_are_drafted_before_any_guess_and_no_longer_where_they_are
     lengths = [world.step()[0] for _ in range(60)]
     assert lengths[0] == 3 and lengths[-1] == 0
     assert world.sequences[0].forced_chance < 0.1
+
+
+def test_no_token_beyond_the_models_vocabulary_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tokenizer may have more tokens than the model has rows of embeddings."""
+    text = copying(random.Random(10))
+    monkeypatch.setattr(
+        Sequences, "sampler", staticmethod(lambda: SimpleNamespace(forced=lambda: [*text[60:62], 10**6, text[63]]))
+    )
+    world = Sequences([text], 60, step_s=1.0, row_s=0.02)
+    world.step()
+    world.times.took(StepWork(decodes=1), 1.0)
+    assert world.drafts.next() == [text[60:62]]
 
 
 # The Batcher
