@@ -92,4 +92,4 @@ def _load_again(engine: Engine, adapters: Sequence[AdapterSource]) -> None:
                 raise AdapterError(source.name, f"{source.path} is not what it was when the adapter was loaded")
             engine.adapters.add(adapter)
         except AdapterError as error:
-            logger.error("an adapter is served no longer: %s", error)
+            logger.error("an adapter could not be loaded again: %s", error)

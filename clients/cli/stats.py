@@ -521,14 +521,14 @@ def list_adapters(*, service: AddressFlags) -> None:
 async def _load(name: str, directory: Path, service: AddressFlags) -> None:
     async with remote_client(address_of(service), service) as client:
         await client.load_adapter(name, str(directory))
-    typer.echo(f"{name} is served")
+    typer.echo(f"{name} is loaded")
 
 
 async def _unload(name: str, timeout_s: float, service: AddressFlags) -> None:
     async with remote_client(address_of(service), service) as client:
         ended = await client.unload_adapter(name, timeout_s)
     cancelled = f", {ended.num_cancelled} requests were cancelled" if ended.num_cancelled else ""
-    typer.echo(f"{name} is served no longer{cancelled}")
+    typer.echo(f"{name} is unloaded{cancelled}")
 
 
 async def _list(service: AddressFlags) -> None:

@@ -14,7 +14,7 @@ from tests.lora_adapters import make_adapter
 def test_adapters_of_a_service_are_listed_loaded_and_unloaded(
     tiny_model_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base = tiny_model_dir("llama")
+    base = tiny_model_dir("native_llama")
     for name in ("one", "two"):
         make_adapter(base, tmp_path / name, ["q_proj"])
     monkeypatch.chdir(tmp_path)
@@ -26,9 +26,9 @@ def test_adapters_of_a_service_are_listed_loaded_and_unloaded(
             return result.exit_code, result.output
 
         assert run("list") == (0, "one\n")
-        assert run("load", "two", "two") == (0, "two is served\n")
+        assert run("load", "two", "two") == (0, "two is loaded\n")
         assert run("list") == (0, "one\ntwo\n")
-        assert run("unload", "one") == (0, "one is served no longer\n")
+        assert run("unload", "one") == (0, "one is unloaded\n")
         code, output = run("load", "three", "nowhere")
         assert code == 2 and "is not a directory" in output
         assert run("unload", "one")[0] == 2
