@@ -131,7 +131,9 @@ class RunDrafts:
         # guard: nobody's draft goes beyond its last token
         most = [min(MAX_DRAFT, left - 1) for left in self._left]
         for index, tokens in enumerate(forced):
-            if tokens:
+            if tokens is None:
+                most[index] = 0
+            elif tokens:
                 chances[index] = self._sequences[index].forced_chance
                 most[index] = min(most[index], len(tokens))
         lengths = self._choose_lengths(chances, most)
@@ -169,10 +171,14 @@ class RunDrafts:
                 drafted.tokens.extend(tokens)
         return all(left > 0 for left in self._left)
 
-    def _forced(self, sequence: Generation) -> list[int]:
-        """Return the next tokens that the sequence's grammar forces, as many as a draft may have."""
+    def _forced(self, sequence: Generation) -> list[int] | None:
+        """Return the next tokens that the sequence's grammar forces, as many as a draft may have; None for no draft."""
+        try:
+            tokens = sequence.sampler.forced()
+        except Exception:
+            return None  # the sequence's next draw meets this error, and it fails that sequence alone
         # guard: no drafted token is outside the model's vocabulary
-        return list(takewhile(lambda token: token < self._vocab_size, sequence.sampler.forced()[:MAX_DRAFT]))
+        return list(takewhile(lambda token: token < self._vocab_size, tokens[:MAX_DRAFT]))
 
     def _learn(self, index: int, num_right: int) -> None:
         """Learn from a verified draft how often a sequence draws the tokens that its grammar forces."""

@@ -281,6 +281,15 @@ def test_no_token_beyond_the_models_vocabulary_is_drafted(monkeypatch: pytest.Mo
     assert world.drafts.next() == [text[60:62]]
 
 
+def test_a_grammar_that_raises_fails_no_step_and_its_sequence_is_not_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing() -> list[int]:
+        raise ValueError("planted")
+
+    monkeypatch.setattr(Sequences, "sampler", staticmethod(lambda: SimpleNamespace(forced=failing)))
+    world = Sequences([copying(random.Random(11))], 60, step_s=1.0, row_s=0.02)
+    assert [world.step() for _ in range(30)] == [[0]] * 30
+
+
 # The Batcher
 
 
