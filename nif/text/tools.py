@@ -308,8 +308,10 @@ class AnswerReader:
             self._open(mark)
             return True
         if at_end:
-            # White space between calls, or after them, is no text.
-            rest = self._buffer.rstrip() if self.num_calls else self._buffer
+            rest = self._buffer
+            if self.num_calls:  # white space after calls is no text, and no more is the beginning of a mark
+                cut = _held_back(rest, self._opens) if self._opens else 0
+                rest = rest[: len(rest) - cut].rstrip()
             parts.text += self._text(rest)
             self._buffer = ""
             return False

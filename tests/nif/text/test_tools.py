@@ -152,6 +152,14 @@ def test_a_call_that_never_ends_is_text_in_the_end() -> None:
     assert reader.push(text).text + reader.finish().text == text
 
 
+@pytest.mark.parametrize("cut", ["<", "\n<tool_", "<tool_call"])
+def test_the_beginning_of_a_further_call_that_was_cut_is_no_text(cut: str) -> None:
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    text, _, calls = take_apart(AnswerReader(HERMES, TOOLS), [call, cut])
+    assert (text, len(calls)) == ("", 1)
+    assert take_apart(AnswerReader(HERMES, TOOLS), [f"a {cut}"])[0] == f"a {cut}", "without a call it may be text"
+
+
 def test_a_prompt_that_opened_the_thinking_is_gone_on_with() -> None:
     found = take_apart(AnswerReader(None, thinking=THINK, starts_thinking=True), ["\nso\n</think>\n\nYes", "."])
     assert found == ("Yes.", "so", [])
