@@ -50,7 +50,8 @@ def test_decode_needs_nothing_that_the_first_machine_lacks(tmp_path: Path) -> No
     (tmp_path / "sitecustomize.py").write_text(_REFUSE)
     events = tmp_path / "decode-8b.jsonl"
     variables = {**os.environ, "GPU_EVENTS": str(events), "GPU_DRY_RUN": "1", "TRITON_INTERPRET": "1"}
-    variables |= {"OMP_NUM_THREADS": "1", "GPU_DONE": json.dumps(["decode B=2"])}
+    done = ["decode B=2", "decode int4 B=2", "decode int8 B=1", "decode int8 B=2"]
+    variables |= {"OMP_NUM_THREADS": "1", "GPU_DONE": json.dumps(done)}
     variables["PYTHONPATH"] = os.pathsep.join(map(str, (tmp_path, HERE.parents[1] / ".ns", HERE.parents[1])))
     ran = subprocess.run(
         [sys.executable, HERE / "gpu_cases.py", "decode-8b", tmp_path],
@@ -62,7 +63,7 @@ def test_decode_needs_nothing_that_the_first_machine_lacks(tmp_path: Path) -> No
     assert ran.returncode == 0, ran.stderr[-3000:] + events.read_text()
     found = [json.loads(line) for line in events.read_text().splitlines()]
     assert "figures mean nothing" in events.read_text()
-    assert [one["case"] for one in found if one["event"] == "end"] == ["machine", "decode B=1"]
+    assert [one["case"] for one in found if one["event"] == "end"] == ["machine", "decode B=1", "decode int4 B=1"]
     assert any(one["case"].endswith("steps overlapped") for one in found)
 
 

@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -109,6 +110,7 @@ async def test_the_gateway_is_told_once_whether_the_last_engine_was_killed_from_
     was_killed: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3]))  # the child imports from the tests
     counts = iter([*oom_kills, oom_kills[-1]])
     monkeypatch.setattr(processes, "oom_kills", lambda: next(counts))
     joint, gateway = Joint(), Kept()
