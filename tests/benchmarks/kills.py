@@ -54,6 +54,11 @@ class Counts:
     errors: Counter[str] = field(default_factory=Counter)
     pauses_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # of streams with tokens
 
+    def note_wrong(self, what: str) -> None:
+        """Count an answer as wrong, and show it at once: a run that is stopped early has told it then."""
+        self.wrong.append(what)
+        print(f"  wrong: {what}", flush=True)
+
 
 @dataclass
 class Target:
@@ -106,6 +111,7 @@ class Round:
     async def _ask(self, kind: str, streams: bool) -> None:
         counts, door, name = self._counts, self._target.door, f"{self._target.name} {kind}"
         counts.asked += 1
+        asked_at = time.monotonic()
         last_at: float | None = None
         pause_s: float | None = None  # the longest wait after the kill: tokens that were under way arrive before it
 
@@ -120,7 +126,7 @@ class Round:
             answer = await (door.stream(kind, on_piece) if streams else door.whole(kind))
         except (GenbatchError, Wrong, httpx2.HTTPError) as error:
             counts.errors[getattr(error, "code", type(error).__name__)] += 1
-            counts.wrong.append(f"{name}: {error!r}")
+            counts.note_wrong(f"{name}: {error!r}, {time.monotonic() - asked_at:.0f} s after it was asked for")
             return
         counts.met += self._killed_at is not None
         if pause_s is not None:
@@ -129,7 +135,7 @@ class Round:
         if answer == expected:
             counts.same += 1
         else:
-            counts.wrong.append(f"{name}: {answer} in the place of {expected}")
+            counts.note_wrong(f"{name}: {answer} in the place of {expected}")
 
 
 async def run(targets: Sequence[Target], kills: int, seed: int) -> Counts:
