@@ -371,6 +371,7 @@ class DecodeGraphs:
         key = graph_key(step.batch, self._options, self._limits.max_position)
         if key is None:
             return None
+        assert step.batch.adapters is None or step.adapters is not None, "a graph needs the adapters' numbers"
         cache = self.cache if step.adapters is None else self._adapted_cache()
         return cache.get(key), pad_step(step, key, self._limits.block_size)
 

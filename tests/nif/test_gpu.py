@@ -1,5 +1,6 @@
 """What only a GPU can show: bfloat16 kernels, captured graphs, steps that never wait for the device."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,44 @@ def test_h14_replay_equals_eager(gpu_model: Any, family: str) -> None:
     for length in range(1, 20):
         batch = decode_batch(len(model.groups), 1 + length % 9, length)
         torch.testing.assert_close(graphed.forward(batch), eager.forward(batch), rtol=1e-5, atol=1e-5)
+
+
+def adapter_of(model: Any, handle: int, name: str) -> Any:
+    """A random adapter of one module of each layer."""
+    from genbatch.nif.runner import LoraAdapter, LoraLinear
+
+    random = np.random.default_rng(handle)
+    linears = {}
+    for layer in range(len(model.layers)):
+        module = f"model.layers.{layer}.{name}"
+        outputs, inputs = model.hf.get_submodule(module).weight.shape
+        a, b = (
+            random.standard_normal(shape).astype(np.float32) for shape in ((8 * handle, inputs), (outputs, 8 * handle))
+        )
+        linears[module] = LoraLinear(a, b, 0.05)
+    return LoraAdapter(f"a{handle}", Path(), "", handle, linears)
+
+
+def test_h14_replay_with_adapters_equals_eager(gpu_model: Any) -> None:
+    """The second adapter needs other tables, so the graph is captured again."""
+    from genbatch.nif.engine_options import GraphOptions
+
+    model = gpu_model("llama")
+    eager, graphed = runner_for(model), runner_for(model, graphs=GraphOptions(max_batch_size=16))
+    plain = eager.forward(decode_batch(len(model.groups), 9, 3)).clone()
+    for handle, name in ((1, "self_attn.q_proj"), (2, "mlp.down_proj")):
+        adapter = adapter_of(model, handle, name)
+        for runner in (eager, graphed):
+            runner.add_adapter(adapter)
+        for length in (3, 4, 5):
+            batch = decode_batch(len(model.groups), 9, length)
+            batch = dataclasses.replace(batch, adapters=np.arange(9) % (handle + 1))
+            expected = eager.forward(batch)
+            torch.testing.assert_close(graphed.forward(batch), expected, rtol=1e-5, atol=1e-5)
+            if length == 3:
+                assert [not row.allclose(other) for row, other in zip(expected, plain, strict=True)] == [
+                    row % (handle + 1) > 0 for row in range(9)
+                ]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
