@@ -117,15 +117,14 @@ MAX_HELD = 4096
 STALLED_S = 10.0
 
 
-# The retry hint for a client that lost its calls since it was not heard: the calls are no longer in its way.
+# Milliseconds after which a client may repeat calls that were ended because it was silent. Their slots are free again.
 LEASE_RETRY_MS = 100
 
 
 def lease_over(lease_s: float) -> Unavailable:
     """Return the error of the calls of a client with a lease that was silent for too long.
 
-    Nobody reads the error of a client that is gone. A client whose machine stood still for a while sends the requests
-    again, and continues its streams after their last token.
+    A client that was stopped for a while sends its requests again, and continues its streams after their last token.
     """
     return Unavailable(f"the client was not heard for {lease_s:g} s", retry_after_ms=LEASE_RETRY_MS)
 

@@ -74,7 +74,7 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None, kind: str) -> PackedWe
 def from_groups(
     nibbles: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, num_inputs: int, bias: torch.Tensor | None
 ) -> PackedWeight:
-    """4-bit weights whose groups are quantised already.
+    """Make a weight from groups of 4-bit numbers, which are quantised already.
 
     Scales keep 20 of 24 bits. Those of GPTQ and AWQ checkpoints, which have 11, stay as they are.
 

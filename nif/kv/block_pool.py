@@ -462,7 +462,7 @@ class BlockPool:
         return True
 
     def _end_keeping(self) -> None:
-        """Stop to keep the blocks whose time is over. They count as the blocks that were released last."""
+        """Stop keeping the blocks whose time is over. They count as the blocks that were released last."""
         now = self._clock() if self._kept else 0.0
         if not self._kept or now < self._next_end:
             return

@@ -1,4 +1,4 @@
-"""Configurations of small models whose layers all attend, for `models.py`; they share the sizes of this file."""
+"""Configurations of small models in which every layer has attention; `models.py` builds the models."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def sizes(hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: i
 
 
 def without_head_dim(fields: dict[str, Any]) -> dict[str, Any]:
-    """The sizes of a family whose configuration has no `head_dim`."""
+    """Return the sizes for a family that has no `head_dim` in its configuration."""
     return {key: value for key, value in fields.items() if key != "head_dim"}
 
 

@@ -18,7 +18,8 @@ PACKED = {"none": 2.0, "int8": 1 + 2 / 64, "int4": 0.5 + 4 / 32}
 KEPT = 4 * (3 * HIDDEN * HIDDEN + HIDDEN * INNER)  # weights to which int4 leaves 8 bits, in four of the eight layers
 BESIDE = 130  # MiB at most: a stretch of floats and its merging, the pages of one layer, what the allocator keeps
 
-# Each kind is packed in a child, whose peak begins with what its parent has: importing torch takes 3 s.
+# Each kind is packed in a forked child, since importing torch again takes 3 s. A child's peak includes the memory of
+# its parent.
 PROGRAM = """
 import os, re, sys
 from pathlib import Path
