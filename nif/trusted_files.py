@@ -12,12 +12,14 @@ import grp
 import os
 import pwd
 import stat
+import time
 from pathlib import Path
 
 from genbatch.nif.errors import NativeError
 
 # As many links as the kernel follows.
 _MAX_LINKS = 40
+_CLOCK_SLACK_NS = 60 * 10**9  # a clock that is set by so little changes no order that matters
 
 
 class NotOurs(NativeError):
@@ -62,6 +64,16 @@ def is_private(status: os.stat_result) -> bool:
     """Return whether only this user, or root, could have written an open file in a private folder."""
     is_own = status.st_uid in (0, os.geteuid()) and not status.st_mode & 0o022
     return is_own and stat.S_ISREG(status.st_mode) and status.st_nlink == 1
+
+
+def last_used_ns(status: os.stat_result) -> int:
+    """Return when a file was last used, in ns since 1970, so that the files that were used longest ago are removed.
+
+    A time that lies ahead is not believed: the clock was set back since. The file counts as the oldest; it would stay
+    for ever otherwise, and new files would be removed in its place.
+    """
+    ahead = status.st_mtime_ns > time.time_ns() + _CLOCK_SLACK_NS
+    return 0 if ahead else status.st_mtime_ns
 
 
 def check_ours(path: Path) -> None:

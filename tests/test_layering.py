@@ -76,7 +76,7 @@ READS_THE_WALL_CLOCK = {
     *(f"actors/gateways/http/{name}.py" for name in ("batch_endpoints", "batch_runner", "batch_store", "http_gateway")),
     *("actors/observing/tracing.py", "actors/recording/recorder.py", "actors/security/key_files.py"),
     *("clients/cli/bench.py", "clients/cli/hub.py", "clients/fleet/ray_replicas.py", "nif/text/template_child.py"),
-    "nif/kv/disk_cache.py",
+    *("nif/kv/disk_cache.py", "nif/trusted_files.py"),
 }
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from genbatch.nif.trusted_files import NotOurs, is_private, private_folder
+from genbatch.nif.trusted_files import NotOurs, is_private, last_used_ns, private_folder
 from genbatch.proto.errors import InvalidRequest, Unavailable
 from genbatch.proto.messages import KeepSessionRequest, ResumeSessionRequest, SessionRequest
 from genbatch.proto.validation import validate_session
@@ -136,7 +136,7 @@ class SessionFiles:
             sizes[path.parent] += status.st_size
         while sizes.total() + size > self._max_bytes:
             [(tenant, _)] = sizes.most_common(1)
-            oldest = min((path for path in files if path.parent == tenant), key=lambda path: files[path].st_mtime_ns)
+            oldest = min((path for path in files if path.parent == tenant), key=lambda path: last_used_ns(files[path]))
             sizes[tenant] -= files.pop(oldest).st_size
             oldest.unlink(missing_ok=True)
 

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from genbatch.nif.trusted_files import NotOurs, is_private, private_folder
+from genbatch.nif.trusted_files import NotOurs, is_private, last_used_ns, private_folder
 
 log = logging.getLogger("genbatch")
 
@@ -192,7 +192,7 @@ class DiskCache:
                 with suppress(FileNotFoundError):  # another process has renamed or removed it
                     status = entry.stat(follow_symlinks=False)
                     if _BLOCK.fullmatch(entry.name):
-                        yield status.st_mtime_ns, status.st_size, entry.path
+                        yield last_used_ns(status), status.st_size, entry.path
                     elif _PARTIAL.fullmatch(entry.name) and status.st_mtime < time.time() - _STALE_S:
                         Path(entry.path).unlink(missing_ok=True)
 

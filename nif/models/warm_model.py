@@ -33,7 +33,7 @@ from genbatch.nif.models.loaded_model import Lazy, Model, ModuleShape, module_sh
 from genbatch.nif.models.model_source import ModelSource, cache_directory, quiet_transformers
 from genbatch.nif.models.rope import Frequencies, rope_frequencies
 from genbatch.nif.text.tokenizer import Tokenizer
-from genbatch.nif.trusted_files import NotOurs, is_ours, private_folder
+from genbatch.nif.trusted_files import NotOurs, is_ours, last_used_ns, private_folder
 
 if TYPE_CHECKING:
     from genbatch.nif.models.weight_source import WeightSource
@@ -334,6 +334,6 @@ def _write(path: Path, data: bytes) -> None:
 def _forget_oldest(folder: Path) -> None:
     """Keeps the descriptions that were used last, and nothing of a write that was cut off."""
     with suppress(OSError):  # another process does the same
-        used = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        used = sorted(folder.iterdir(), key=lambda path: last_used_ns(path.stat()), reverse=True)
         for path in used[MAX_KEPT:]:
             path.unlink(missing_ok=True)

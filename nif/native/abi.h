@@ -305,6 +305,7 @@ enum step_error {
 /* memory.c */
 void *memory_allocate(int64_t bytes); /* zeroed; NULL: the system refused */
 void memory_free(void *memory, int64_t bytes);
+int64_t readable(const void *mapped, int64_t bytes); /* 0 if the disk cannot give these pages, which would end the process with SIGBUS */
 int64_t checksum(const uint64_t *words, int64_t bytes); /* finds damage, no forgery; `bytes` is a multiple of 8 */
 
 /* step.c */

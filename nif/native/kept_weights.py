@@ -20,6 +20,7 @@ The digest (SHA-256) covers all between it and the weights.
 
 import atexit
 import ctypes
+import errno
 import hashlib
 import json
 import logging
@@ -34,7 +35,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from filelock import FileLock
@@ -42,7 +43,7 @@ from filelock import FileLock
 from genbatch.nif.cores import available_cores
 from genbatch.nif.models.model_source import cache_directory
 from genbatch.nif.native.library import ModelStruct, NativeArena
-from genbatch.nif.trusted_files import NotOurs, is_ours, private_folder
+from genbatch.nif.trusted_files import NotOurs, is_ours, last_used_ns, private_folder
 
 log = logging.getLogger("genbatch")
 
@@ -110,35 +111,36 @@ def open_weights(place: Path, library: ctypes.CDLL) -> KeptWeights | None:
         if not is_ours(place):
             return None
         with place.open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ)
-        kept = _opened(place, mapped, library)
+            kept = _opened(place, file, library)
         with suppress(OSError):  # a read-only disk
             os.utime(place)  # the files that were used last stay
         return kept
-    except OSError as fault:
-        log.debug("%s is not mapped: %s", place, fault)
-    except (ValueError, KeyError, TypeError, IndexError) as fault:
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as fault:
+        if isinstance(fault, OSError) and fault.errno != errno.EIO:
+            log.debug("%s is not mapped: %s", place, fault)
+            return None
         log.warning("the packed weights %s are damaged, and are packed anew: %s", place, fault)
         with suppress(OSError):
             place.unlink()  # so that the new ones are kept
     return None
 
 
-def _opened(place: Path, mapped: mmap.mmap, library: ctypes.CDLL) -> KeptWeights:
-    """Raises ValueError, KeyError, TypeError or IndexError if the file is damaged."""
-    content = np.frombuffer(mapped, np.uint8)
-    line = mapped[:256].split(b"\n", 1)[0]
+def _opened(place: Path, file: BinaryIO, library: ctypes.CDLL) -> KeptWeights:
+    """Raises ValueError, KeyError, TypeError or IndexError if the file is damaged, and OSError if it cannot be read."""
+    line = file.readline(256).removesuffix(b"\n")
     magic, digest, length = line.rsplit(b" ", 2)
     start, size = len(line) + 1, int(length)
-    rest = mapped[start : start + size]
+    rest = file.read(size) if 0 <= size <= _MAX_HEAD else b""
     # guard: a damaged head of kept weights
-    if magic != _MAGIC or size > _MAX_HEAD or hashlib.sha256(rest).hexdigest().encode() != digest:
+    if magic != _MAGIC or not rest or hashlib.sha256(rest).hexdigest().encode() != digest:
         raise ValueError("its head is not what was written")
     words, data = rest.split(b"\n", 1)
     head = json.loads(words)
     # guard: weights of another model
     if head["key"] != place.stem:
         raise ValueError("it is the file of another model or format")
+    mapped = mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ)
+    content = np.frombuffer(mapped, np.uint8)
     begin = _padded(start + size)
     address = content.ctypes.data + begin
     if begin + max(at + count for at, count, _ in head["spans"]) > len(content):
@@ -146,6 +148,9 @@ def _opened(place: Path, mapped: mmap.mmap, library: ctypes.CDLL) -> KeptWeights
 
     def is_right(span: tuple[int, int, int]) -> bool:
         at, count, checksum = span
+        # guard: weights that the disk cannot read
+        if not library.readable(address + at, count):
+            raise OSError(errno.EIO, "the disk cannot read its weights")
         return bool(library.checksum(address + at, count) == checksum)
 
     with ThreadPoolExecutor(available_cores()) as threads:
@@ -328,7 +333,7 @@ def _make_room(folder: Path, size: int, max_bytes: int) -> bool:
         raise OSError(f"{folder} has {free >> 20} MB free, and they take {size >> 20} MB")
     for left in folder.glob("*.partial"):
         left.unlink(missing_ok=True)
-    kept = sorted(folder.glob(f"*{_ENDING}"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    kept = sorted(folder.glob(f"*{_ENDING}"), key=lambda path: last_used_ns(path.stat()), reverse=True)
     for path in kept:
         size += path.stat().st_size
         if size > max_bytes:

@@ -1,4 +1,5 @@
-/* Large zeroed memory on huge pages, and a checksum of kept weights. Weights and KV blocks are read in order, so fewer pages mean fewer TLB misses. */
+/* Large zeroed memory on huge pages, and checks of kept weights. Weights and KV blocks are read in order, so fewer pages mean fewer TLB misses. */
+#include <errno.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 
@@ -43,6 +44,23 @@ void memory_free(void *p, int64_t bytes)
 }
 
 #endif
+
+/* Linux has it since 5.14, the headers of older systems do not. */
+#if defined(__linux__) && !defined(MADV_POPULATE_READ)
+#define MADV_POPULATE_READ 22
+#endif
+
+int64_t readable(const void *mapped, int64_t bytes)
+{
+#ifdef MADV_POPULATE_READ
+    while (madvise((void *)mapped, (size_t)bytes, MADV_POPULATE_READ))
+        if (errno == EFAULT || errno == EHWPOISON) return 0;
+        else if (errno != EINTR && errno != EAGAIN) break; /* a kernel without it */
+#else
+    (void)mapped, (void)bytes;
+#endif
+    return 1;
+}
 
 #define LANES 16
 

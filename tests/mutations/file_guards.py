@@ -67,6 +67,12 @@ FILE_GUARDS = (
         "a bit that the disk has turned changes every answer",
     ),
     Mutation(
+        "weights that the disk cannot read",
+        never,
+        ("nif/native/test_kept_weights.py::test_weights_that_cannot_be_read_do_not_end_the_process",),
+        "a broken disk ends each engine that starts",
+    ),
+    Mutation(
         "the bound of kept weights",
         never,
         ("nif/native/test_kept_weights.py::test_weights_above_the_bound_are_not_kept_and_no_others_make_room",),

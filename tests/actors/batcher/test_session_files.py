@@ -76,6 +76,17 @@ def test_the_tenant_with_the_most_loses_its_oldest_session(tmp_path: Path) -> No
         files.write(keep("huge"), STATE * 6)
 
 
+def test_a_session_of_a_clock_that_was_set_back_counts_as_the_oldest(tmp_path: Path) -> None:
+    files = SessionFiles(tmp_path / "s", 2 * (32 + len(STATE)))
+    for name in ("a", "b"):
+        files.write(keep(name, "greedy"), STATE)
+    [ahead, _] = (tmp_path / "s").glob("*/*")
+    os.utime(ahead, (2**33, 2**33))
+    files.write(keep("c", "greedy"), STATE)
+    left = {path.name for path in (tmp_path / "s").glob("*/*")}
+    assert len(left) == 2 and "c.session" in left and ahead.name not in left
+
+
 def test_other_files_of_the_operators_folder_stay_and_are_not_counted(tmp_path: Path) -> None:
     others = [tmp_path / "photos" / "a.jpg", tmp_path / "photos" / "a.session", tmp_path / "notes.txt"]
     for path in others:

@@ -21,6 +21,7 @@ from genbatch.nif.kv.disk_cache import DiskCache
 from genbatch.nif.kv.kv_cache import KVCache
 from genbatch.nif.runner import LayerGroup
 from genbatch.nif.trusted_files import NotOurs
+from tests.nif.breakable_disk import breakable_disk
 
 SIZE = 100
 GB = 2**30
@@ -179,6 +180,37 @@ def test_the_blocks_that_were_used_last_stay_within_the_bound(folder: Path) -> N
     assert left.num_known([name_of(0)]) and left.num_known([name_of(59)]) and not left.num_known([name_of(1)])
 
 
+def test_blocks_of_a_clock_that_was_set_back_are_the_first_to_be_removed(folder: Path) -> None:
+    ahead = (time.time() + 10 * 365 * 86400,) * 2
+    for path in written(folder, range(50)):
+        os.utime(path, ahead)
+    disk = opened(folder, max_bytes=50 * (SIZE + 32))
+    for number in range(100, 120):
+        disk.offer(name_of(number), number, 0)
+    disk.close()
+    left = known(folder)
+    assert all(left.num_known([name_of(number)]) for number in range(100, 120))
+    assert left.read([name_of(100)]) == [content_of(100)]
+
+
+@pytest.mark.parametrize("years", [-30, 30])
+def test_a_jump_of_the_clock_changes_no_block(
+    years: int, folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(folder)
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + years * 365 * 86400)
+    monkeypatch.setattr(time, "time_ns", lambda: int(time.time() * 1e9))
+    disk = opened(folder)
+    for number in range(3, 60):
+        disk.offer(name_of(number), number, 0)
+    disk.close()
+    again = known(folder)
+    assert again.read(NAMES) == CONTENTS
+    assert again.read([name_of(number) for number in range(60)]) == [content_of(number) for number in range(60)]
+    assert not caplog.messages
+
+
 def test_what_a_killed_writer_left_is_removed_later_and_never_read(folder: Path) -> None:
     path = written(folder)[0]
     partial = path.with_name("tmpabc.partial")
@@ -299,6 +331,21 @@ def test_a_disk_that_becomes_read_only_is_named_once_and_still_read(
         disk.close()
     assert len(caplog.messages) == 1 and "Read-only file system" in caplog.text
     assert known(mounted).read(NAMES) == CONTENTS
+
+
+def test_a_disk_that_cannot_read_is_named_once_and_its_blocks_are_misses(
+    tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_cache, "_PAUSE_S", 0.0)
+    with breakable_disk(tmp_path / "image", folder) as break_disk:
+        paths = written(folder)
+        disk = known(folder)
+        break_disk(paths)
+        with caplog.at_level(logging.WARNING, "genbatch"):
+            assert disk.read(NAMES) == [] and disk.read(NAMES[1:]) == []
+        [told] = caplog.messages
+        assert "cannot be read" in told and "Input/output error" in told
+        assert disk.num_errors == 2 and disk.num_known(NAMES) == 0
 
 
 def test_a_folder_that_vanishes_is_a_miss(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,6 +1,7 @@
 """Packed weights on disk: mapped weights give the same bits. A file that is not whole, ours and right is not used."""
 
 import logging
+import mmap
 import os
 import shutil
 import subprocess
@@ -26,6 +27,7 @@ from genbatch.nif.native import kept_weights, model_weights
 from genbatch.nif.native.library import native_library
 from genbatch.nif.native.model_weights import ModelWeights
 from genbatch.nif.native.runner import NativeRunner
+from tests.nif.breakable_disk import breakable_disk
 from tests.nif.models.gguf_files import write_llama
 from tests.nif.native.models import CONFIGS, build_native_model
 from tests.nif.tiny_models import build_tokenizer
@@ -354,6 +356,41 @@ def test_a_disk_that_takes_no_weights_is_named_once_and_the_model_is_used(
     finally:
         if kind != "file":
             subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_weights_on_a_broken_disk_are_packed_anew(
+    cache: Path, gguf: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Pages that the disk cannot read would end the process with SIGBUS, at each start anew."""
+    with breakable_disk(tmp_path / "image", cache / "packed") as break_disk:
+        right = logits(start(gguf))
+        break_disk(files(cache))
+        with caplog.at_level(logging.WARNING, "genbatch"):
+            again = start(gguf)
+        assert not again.num_mapped and np.array_equal(logits(again), right)
+        assert "damaged, and are packed anew" in caplog.text
+
+
+def test_weights_that_cannot_be_read_do_not_end_the_process(
+    cache: Path, gguf: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = logits(start(gguf))
+    [path] = files(cache)
+
+    def mapped(*arguments: Any, real: Any = mmap.mmap, **options: Any) -> Any:
+        """The file loses its last pages after it was mapped."""
+        found = real(*arguments, **options)
+        if not options:  # not the model's file
+            os.truncate(path, path.stat().st_size - 4 * mmap.PAGESIZE)
+        return found
+
+    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, "genbatch"):
+        patched.setattr(mmap, "mmap", mapped)
+        again = start(gguf)
+    [told] = caplog.messages
+    assert "the disk cannot read its weights" in told and str(path) in told
+    assert not again.num_mapped and np.array_equal(logits(again), right)
+    assert start(gguf).num_mapped
 
 
 def test_a_folder_in_the_place_of_weights_is_named(cache: Path, gguf: Path, caplog: pytest.LogCaptureFixture) -> None:
