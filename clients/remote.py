@@ -15,18 +15,20 @@ a stream continues with its next token (ShownTokens).
     RemoteStream: grants credit as its tokens are read
 """
 
+import logging
 import math
 import random
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Container
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
-from typing import Any, Protocol, Self, cast
+from typing import Any, Self
 
 import msgspec
 import outcome
-import stamina
+import tenacity
 import trio
 
 from genbatch.actors.gateways.addresses import default_address
@@ -56,6 +58,8 @@ from genbatch.proto.rpc import (
 )
 from genbatch.proto.service_messages import Hello, HelloRequest
 from genbatch.proto.validation import RequestLimits
+
+log = logging.getLogger("genbatch")
 
 # The longest deadline that a service accepts by default. A longer timeout counts as no timeout.
 MAX_DEADLINE_S = RequestLimits().max_deadline_s
@@ -110,26 +114,6 @@ def is_interrupted(final: outcome.Outcome[Any] | None) -> bool:
 GROWTH, JITTER = 1.5, 0.25
 
 
-class Attempt(Protocol):
-    """One attempt. As a context manager it decides about a retry when its body raises."""
-
-    @property
-    def num(self) -> int:
-        """Return the attempt's number: 1, 2, ..."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error: object) -> bool | None: ...
-
-
-class Attempts(Protocol):
-    """The attempts of one request; `for` or `async for` over them waits between attempts."""
-
-    def __iter__(self) -> Iterator[Attempt]: ...
-
-    def __aiter__(self) -> AsyncIterator[Attempt]: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retry:
     """The retry policy for refused requests and for lost connections.
@@ -145,34 +129,47 @@ class Retry:
     max_attempts: int = 5
     timeout_s: float = 30.0
 
-    def attempts(self, *, repeats: bool = True) -> Attempts:
-        """Return the attempts of one request.
+    def attempts(self, *, repeats: bool = True) -> tenacity.AsyncRetrying:
+        """Return the attempts of one request on trio; `async for` over them waits between attempts.
 
         Args:
             repeats: whether a request that the service may have run is sent again.
         """
+        return tenacity.AsyncRetrying(trio.sleep, **self._policy(repeats))
+
+    def sync_attempts(self, *, repeats: bool = True) -> tenacity.Retrying:
+        """Return the attempts of one request for a plain `for`; see `attempts`."""
+        return tenacity.Retrying(**self._policy(repeats))
+
+    def _policy(self, repeats: bool) -> dict[str, Any]:
         if self.max_attempts < 1:
             raise ValueError(f"max_attempts must be at least 1, not {self.max_attempts}")
-        wait = _Wait(repeats)
-        found = stamina.retry_context(on=wait, attempts=self.max_attempts, timeout=self.timeout_s)
-        return cast(Attempts, found)
+        return {
+            "retry": tenacity.retry_if_exception(partial(_is_retried, repeats=repeats)),
+            "wait": _wait_s,
+            "stop": tenacity.stop_after_attempt(self.max_attempts) | tenacity.stop_before_delay(self.timeout_s),
+            "before_sleep": _log_retry,
+            "reraise": True,
+        }
 
 
-class _Wait:
-    """Computes the seconds until the next attempt after an error; False for errors that are not retried."""
+def _log_retry(state: tenacity.RetryCallState) -> None:
+    error = state.outcome and state.outcome.exception()
+    log.warning("the request is sent again in %.2f s: %s", state.upcoming_sleep, error)
 
-    def __init__(self, repeats: bool) -> None:
-        self._repeats = repeats
-        self._factor = 1.0
 
-    def __call__(self, error: Exception) -> bool | float:
-        if isinstance(error, ConnectionLost):
-            return self._repeats and RECONNECT_S  # the attempt itself waits for the connection
-        if not isinstance(error, QueueFull | Unavailable) or error.retry_after_ms is None:
-            return False
-        wait_s = error.retry_after_ms / 1000 * self._factor * (1 + JITTER * random.random())
-        self._factor *= GROWTH
-        return wait_s
+def _is_retried(error: BaseException, *, repeats: bool) -> bool:
+    if isinstance(error, ConnectionLost):
+        return repeats
+    return isinstance(error, QueueFull | Unavailable) and error.retry_after_ms is not None
+
+
+def _wait_s(state: tenacity.RetryCallState) -> float:
+    """Return the seconds until the next attempt."""
+    error = state.outcome and state.outcome.exception()
+    if not isinstance(error, QueueFull | Unavailable) or error.retry_after_ms is None:
+        return RECONNECT_S  # the attempt itself waits for the connection
+    return error.retry_after_ms / 1000 * GROWTH ** (state.attempt_number - 1) * (1 + JITTER * random.random())
 
 
 class RemoteStream(TokenStream):
@@ -231,7 +228,7 @@ class RemoteStream(TokenStream):
         """Wait for the next token or the result. A refused request is sent again, and so is an interrupted one."""
         async for attempt in self._retry.attempts():
             with attempt:
-                if attempt.num > 1:
+                if attempt.retry_state.attempt_number > 1:
                     self.final = None
                     self._num_read = 0
                     await self._reopen()

@@ -108,9 +108,9 @@ class SyncTokenStream(CallResult):
 
     def _begin(self) -> None:
         """Wait for the next token or the result. A refused request is sent again, and so is an interrupted one."""
-        for attempt in self._retry.attempts():
+        for attempt in self._retry.sync_attempts():
             with attempt:
-                if attempt.num > 1:
+                if attempt.retry_state.attempt_number > 1:
                     self.final = None
                     self._num_read = 0
                     self._reopen()
@@ -199,7 +199,7 @@ class SyncRemoteClient(SyncClient):
 
     def _ask_again(self, method: Method, request: Callable[[], msgspec.Struct]) -> Any:
         """Send a request, retry it by the policy, and return its answer."""
-        for attempt in self.retry.attempts(repeats=not method.is_operators):
+        for attempt in self.retry.sync_attempts(repeats=not method.is_operators):
             with attempt, self._call(method, request) as call:
                 return call.ended()
         raise AssertionError("the last attempt returns or raises")

@@ -7,6 +7,8 @@ import pytest
 
 from genbatch.clients import remote
 from genbatch.clients.interface import GenerateParams, build_request
+from genbatch.clients.remote import Retry
+from genbatch.clients.transports import ConnectionLost
 from genbatch.proto.errors import InvalidRequest, QueueFull
 from genbatch.proto.messages import GenerateRequest, Message
 
@@ -64,10 +66,34 @@ def test_every_parameter_of_a_request_can_be_given() -> None:
 
 def test_each_try_waits_longer_than_was_said_and_than_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote.random, "random", lambda: 0.5)
-    wait = remote._Wait(repeats=False)
-    waited = [wait(QueueFull("full", retry_after_ms=200)) for _ in range(3)]
+    waited: list[float] = []
+
+    def refuse(error: Exception) -> None:
+        attempts = Retry(max_attempts=4).sync_attempts(repeats=False)
+        attempts.sleep = waited.append
+        for attempt in attempts:
+            with attempt:
+                raise error
+
+    with pytest.raises(QueueFull):
+        refuse(QueueFull("full", retry_after_ms=200))
     assert waited == pytest.approx([0.2 * remote.GROWTH**index * (1 + remote.JITTER / 2) for index in range(3)])
-    assert wait(QueueFull("full")) is False and wait(ValueError()) is False
+    for error in (QueueFull("full"), ConnectionLost("ipc://a"), ValueError()):
+        with pytest.raises(type(error)):
+            refuse(error)
+    assert len(waited) == 3
+
+
+def test_a_retry_is_logged_and_standard_output_belongs_to_the_program(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    for attempt in Retry().sync_attempts():
+        with attempt:
+            if attempt.retry_state.attempt_number == 1:
+                raise QueueFull("the queue is full", retry_after_ms=1)
+    assert [(line.name, line.levelname) for line in caplog.records] == [("genbatch", "WARNING")]
+    assert caplog.messages[0].endswith("s: the queue is full")
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("asked", [0.5, 5.0])
