@@ -1,0 +1,74 @@
+"""Measures a restart: from SIGKILL of an engine until its stream goes on.
+
+    python -m tests.benchmarks.restarts --model FILE --kills 5
+
+One greedy stream over ZeroMQ, nothing else. Its engine gets SIGKILL after its first tokens; the answer must be the one
+without a kill. For each format, with and without `--spare-engine`: the pause's median and range in seconds, and the
+processor time that the new engine had used at the answer's end.
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+
+from genbatch import ZeroMQClient
+from tests.actors.service.running_service import RunningService, kill
+from tests.benchmarks.compare.sigterm import exit_on_sigterm, run_trio
+
+PROMPT = "Once upon a time, in a small house beside a large lake,"
+TOKENS, TOKENS_BEFORE = 40, 4
+TIMEOUT_S = 300.0
+
+
+def cpu_s(pid: int | None) -> float:
+    """Return the processor time of a process, in seconds."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def measure(service: RunningService, kills: int) -> tuple[list[float], list[float]]:
+    """Return the pauses, and the new engines' processor time, in seconds."""
+    pauses, used = [], []
+    async with ZeroMQClient(service.address, timeout=TIMEOUT_S) as client:
+        expected = (await client.generate(PROMPT, max_tokens=TOKENS, ignore_eos=True)).token_ids
+        for _ in range(kills):
+            token_ids, times = [], []
+            async with client.stream(PROMPT, max_tokens=TOKENS, ignore_eos=True) as stream:
+                async for token in stream:
+                    token_ids.append(token.token_id)
+                    times.append(time.monotonic())
+                    if len(token_ids) == TOKENS_BEFORE:
+                        kill(service.engine)
+            assert token_ids == expected, (token_ids, expected)
+            # Tokens that were under way at the kill arrive before the pause.
+            pauses.append(max(after - before for before, after in pairwise(times[TOKENS_BEFORE - 1 :])))
+            used.append(cpu_s(service.engine))
+    return pauses, used
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--kills", type=int, default=5)
+    parser.add_argument("--formats", nargs="*", default=["none", "int8"], help="values of --quantize")
+    given = parser.parse_args()
+    exit_on_sigterm()  # so that the service ends, too
+    for quantize in given.formats:
+        for spare in ([], ["--spare-engine"]):
+            flags = ["--quantize", quantize, "--max-restarts", "1000000", *spare]
+            with (
+                tempfile.TemporaryDirectory() as place,
+                RunningService(Path(given.model), Path(place), *flags) as service,
+            ):
+                pauses, used = run_trio(lambda: measure(service, given.kills))
+            pause = f"{statistics.median(pauses):.2f} s ({min(pauses):.2f} to {max(pauses):.2f})"
+            told = f"{quantize}{', spare engine' if spare else ''}: the stream goes on after {pause}"
+            print(f"{told}; processor time {statistics.median(used):.2f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
