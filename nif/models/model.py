@@ -134,7 +134,7 @@ def load_model(
         pooled, pairs = _open_pairs(source, files, pooled, tokenizer)
         has_head = pooled is None or _has_head(files)
         if not has_head:
-            files.config.tie_word_embeddings = True  # whatever stands there is asked for nothing
+            files.config.tie_word_embeddings = True  # the head in its place is never used
         hf = _load_weights(source, files, dtype, device)
         report("load", 2, _LOAD_STEPS)
         layers, vocab_size = probe_layers(source, hf, groups)
