@@ -3,8 +3,9 @@
     python -m tests.benchmarks.restarts --model FILE --kills 5
 
 One greedy stream over ZeroMQ, nothing else. Its engine gets SIGKILL after its first tokens; the answer must be the one
-without a kill. For each format, with and without `--spare-engine`: the pause's median and range in seconds, and the
-processor time that the new engine had used at the answer's end.
+without a kill. For each format, with and without `--spare-engine`: the pause's median and range in seconds; the
+processor time that the new engine had used at the answer's end; and what it had to read from the disk, since the pages
+of a large model may have been evicted.
 """
 
 import argparse
@@ -30,9 +31,15 @@ def cpu_s(pid: int | None) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-async def measure(service: RunningService, kills: int) -> tuple[list[float], list[float]]:
-    """Return the pauses, and the new engines' processor time, in seconds."""
-    pauses, used = [], []
+def read_mb(pid: int | None) -> int:
+    """Return what a process has read from the disk, in MB."""
+    fields = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
+    return int(fields["read_bytes"]) // 10**6
+
+
+async def measure(service: RunningService, kills: int) -> tuple[list[float], list[float], list[int]]:
+    """Return the pauses, the new engines' processor time, both in seconds, and what they read, in MB."""
+    pauses, used, read = [], [], []
     async with ZeroMQClient(service.address, timeout=TIMEOUT_S) as client:
         expected = (await client.generate(PROMPT, max_tokens=TOKENS, ignore_eos=True)).token_ids
         for _ in range(kills):
@@ -47,7 +54,8 @@ async def measure(service: RunningService, kills: int) -> tuple[list[float], lis
             # Tokens that were under way at the kill arrive before the pause.
             pauses.append(max(after - before for before, after in pairwise(times[TOKENS_BEFORE - 1 :])))
             used.append(cpu_s(service.engine))
-    return pauses, used
+            read.append(read_mb(service.engine))
+    return pauses, used, read
 
 
 def main() -> None:
@@ -64,10 +72,10 @@ def main() -> None:
                 tempfile.TemporaryDirectory() as place,
                 RunningService(Path(given.model), Path(place), *flags) as service,
             ):
-                pauses, used = run_trio(lambda: measure(service, given.kills))
+                pauses, used, read = run_trio(lambda: measure(service, given.kills))
             pause = f"{statistics.median(pauses):.2f} s ({min(pauses):.2f} to {max(pauses):.2f})"
             told = f"{quantize}{', spare engine' if spare else ''}: the stream goes on after {pause}"
-            print(f"{told}; processor time {statistics.median(used):.2f} s", flush=True)
+            print(f"{told}; processor time {statistics.median(used):.2f} s; MB read {read}", flush=True)
 
 
 if __name__ == "__main__":
