@@ -19,6 +19,7 @@ from math import inf
 from genbatch.actors.batcher.generation import Generation
 from genbatch.nif.context.draft_model import DRAFTED_SEQUENCES
 from genbatch.nif.context.runs import Drafted, Drafter
+from genbatch.nif.sampling.prompt_lookup import PromptLookup
 from genbatch.nif.sampling.sampler import Sampled, SampleFault
 from genbatch.nif.step_costs import StepWork
 from genbatch.nif.step_time import StepTimeModel
@@ -91,7 +92,7 @@ class RunDrafts:
         looks_up: bool = True,
         drafter: Drafter | None = None,
     ) -> None:
-        self._lookups = [sequence.lookup for sequence in sequences] if looks_up else []
+        self._lookups = [_lookup_of(sequence) for sequence in sequences] if looks_up else []
         self._drafter = drafter
         self._drafted: list[Drafted] = []
         self._sequences = sequences
@@ -215,3 +216,9 @@ class RunDrafts:
             steps += price
             gains[best] *= chances[best]
         return lengths
+
+
+def _lookup_of(sequence: Generation) -> PromptLookup:
+    if sequence.lookup is None:
+        sequence.lookup = PromptLookup()
+    return sequence.lookup

@@ -304,7 +304,7 @@ class Generation(Sequence):
     request: GenerationRequest
     output: Output
     sampler: SamplerState
-    lookup: PromptLookup = field(default_factory=lambda: PromptLookup())
+    lookup: PromptLookup | None = None  # made by the first run that may draft
     forced_chance: float = 0.9  # the estimated share of the tokens forced by its grammar that it draws
     raised: bool = False  # the caller's `on_token` raised at the last token
     num_shown: int = 0  # tokens that a failed engine has already sent

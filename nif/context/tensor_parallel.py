@@ -47,8 +47,7 @@ from genbatch.nif.errors import DeviceFault, NativeError, OptionError
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.model import load_model
 from genbatch.nif.runner import Content, RaggedBatch, Rows
-from genbatch.nif.runners.tensor_batch import TensorBatch
-from genbatch.nif.runners.torch_runner import TorchRunner
+from genbatch.nif.runners.torch_runner import TensorBatch, TorchRunner
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 # An idle rank waits without a timeout; the service's `stall_s` detects a hung rank.

@@ -65,9 +65,8 @@ from genbatch.nif.pooling import (
     scoring_pooling,
 )
 from genbatch.nif.runner import LayerShape
-from genbatch.nif.runners.attention import ATTENTION_NAME, register_attention
-from genbatch.nif.runners.convolution import page_convolutions
-from genbatch.nif.runners.recurrence import RECURRENT, page_recurrences
+from genbatch.nif.runners.recurrence import RECURRENT, page_convolutions, page_recurrences
+from genbatch.nif.runners.torch_runner import ATTENTION_NAME, register_attention
 from genbatch.nif.sampling.draw import FILE_SAMPLING
 from genbatch.nif.scoring import (
     GGUF_RANK,

@@ -8,8 +8,7 @@ from transformers import PreTrainedModel
 from genbatch.nif.errors import ModelError
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runner import NO_SHAPE, LayerGroup, LayerShape, RaggedBatch
-from genbatch.nif.runners.attention import ATTENTION_NAME, AttentionCall, StateScan, convolved
-from genbatch.nif.runners.torch_runner import TorchRunner
+from genbatch.nif.runners.torch_runner import ATTENTION_NAME, AttentionCall, StateScan, TorchRunner, convolved
 
 _LENGTH = 12  # tokens of each of the two sequences
 _CHUNK = 5  # of them in the first step; crosses a block border with the block size below

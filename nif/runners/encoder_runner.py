@@ -13,7 +13,7 @@ import torch
 
 from genbatch.nif.pooling import CLS, MEAN
 from genbatch.nif.runner import Content, RaggedBatch, Rows
-from genbatch.nif.runners.tensor_batch import TensorBatch, rows_of, tensors
+from genbatch.nif.runners.torch_runner import TensorBatch, rows_of, tensors
 
 if TYPE_CHECKING:
     from genbatch.nif.models.loaded_model import Model

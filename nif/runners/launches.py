@@ -30,7 +30,7 @@ from genbatch.nif.runner import BatchLimits, Launched
 from genbatch.nif.runners.block_transfer import SideStream
 from genbatch.nif.runners.device_lora import DeviceLora, LoraTables
 from genbatch.nif.runners.lean_llama import Products
-from genbatch.nif.runners.tensor_batch import TensorBatch
+from genbatch.nif.runners.torch_runner import TensorBatch
 from genbatch.nif.sampling.device_draws import LateDraws
 from genbatch.nif.sampling.draw import NUM_PARAMS
 from genbatch.nif.sampling.sampler import SamplerState

@@ -26,9 +26,8 @@ from genbatch.nif.kernels.lora import NormedRows
 from genbatch.nif.kernels.packed_weight import GROUP, PackedWeight, from_groups, pack, unpacked
 from genbatch.nif.kernels.paged_attention import AttentionSetting, SharePlan, paged_attention, plan_shares
 from genbatch.nif.kernels.sample import next_tokens
-from genbatch.nif.runners.attention import LayerPool
 from genbatch.nif.runners.device_lora import DOWN, GATE_UP, OUT, QKV, LoraRows, zero_adapter
-from genbatch.nif.runners.tensor_batch import TensorBatch
+from genbatch.nif.runners.torch_runner import LayerPool, TensorBatch
 
 if TYPE_CHECKING:
     from genbatch.nif.models.loaded_model import Model

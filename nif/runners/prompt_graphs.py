@@ -23,7 +23,7 @@ from genbatch.nif.runners.launches import (
     empty_step,
     packed_size,
 )
-from genbatch.nif.runners.tensor_batch import TensorBatch
+from genbatch.nif.runners.torch_runner import TensorBatch
 from genbatch.nif.sampling.draw import NUM_PARAMS
 
 log = logging.getLogger("genbatch")

@@ -1,8 +1,9 @@
-"""Recurrent layers over the paged cache: transformers' own modules, run block by block.
+"""Recurrent layers and short convolutions over the paged cache: transformers' own modules, run block by block.
 
 A block of a recurrent group holds the layer's input at each of its positions. A whole block also holds the state at
 its end. A token is computed from the previous block's state and from the inputs of the token's own block. So each
-operation on blocks (sharing, copying, truncating, saving, prefix hits) works for states, too.
+operation on blocks (sharing, copying, truncating, saving, prefix hits) works for states, too. A short convolution
+reads a window of inputs from blocks, as attention reads keys.
 """
 
 import inspect
@@ -14,7 +15,7 @@ import torch
 from torch.nn.functional import pad
 from transformers.modeling_outputs import CausalLMOutput
 
-from genbatch.nif.runners.attention import AttentionStep
+from genbatch.nif.runners.torch_runner import AttentionStep
 
 RECURRENT = frozenset(
     {
@@ -45,9 +46,33 @@ _MODULES = (
     "Qwen3_5MoeGatedDeltaNet",
 )
 
+_CONVOLUTIONS = ("Lfm2ShortConv", "Lfm2MoeShortConv")
 
 _BESIDE_ATTENTION = ("FalconH1Mixer",)
 """Modules of layers that also attend: their states come after all layers, see `layer_groups`."""
+
+
+def page_convolutions(hf: torch.nn.Module) -> None:
+    """Make a module's short convolutions read the pool. A forward without a step runs the original code."""
+    for module in hf.modules():
+        if type(module).__name__ in _CONVOLUTIONS:
+            module.forward = partial(_convolve, module, module.forward)
+
+
+def _convolve(
+    module: Any,
+    own: Any,
+    hidden_states: torch.Tensor,  # [1, T, hidden]
+    genbatch_step: AttentionStep | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    if genbatch_step is None:
+        result: torch.Tensor = own(hidden_states, **kwargs)
+        return result
+    gates, factors, inputs = module.in_proj(hidden_states)[0].chunk(3, dim=-1)
+    taps, bias = module.conv.weight, module.conv.bias
+    out: torch.Tensor = module.out_proj(factors * genbatch_step.convolve(module.layer_idx, gates * inputs, taps, bias))
+    return out[None]
 
 
 def page_recurrences(hf: Any) -> None:

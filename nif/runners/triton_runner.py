@@ -18,14 +18,12 @@ from genbatch.nif.kernels.elementwise import copy_blocks, write_kv
 from genbatch.nif.kernels.paged_attention import AttentionSetting, paged_attention
 from genbatch.nif.kernels.sample import draw_tokens, next_tokens
 from genbatch.nif.runner import BatchLimits, Content, Launched, LoraAdapter, RaggedBatch, Rows, check_batch
-from genbatch.nif.runners.attention import AttentionCall, LayerPool
 from genbatch.nif.runners.block_transfer import BlockTransfer
 from genbatch.nif.runners.device_lora import DeviceLora, LoraRows, LoraTables
 from genbatch.nif.runners.launches import BatchUpload, CapturePlace, DecodeGraphs, DecodeStep, Launches
 from genbatch.nif.runners.lean_llama import LeanLlama, LeanStep, Products, plan_groups, why_not_lean
 from genbatch.nif.runners.prompt_graphs import PromptGraphs, input_size, most_logit_rows
-from genbatch.nif.runners.tensor_batch import TensorBatch, rows_of, tensors
-from genbatch.nif.runners.torch_runner import LoraHooks
+from genbatch.nif.runners.torch_runner import AttentionCall, LayerPool, LoraHooks, TensorBatch, rows_of, tensors
 from genbatch.nif.runners.warm_up import WarmUp
 
 if TYPE_CHECKING:

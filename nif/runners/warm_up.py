@@ -19,7 +19,7 @@ from genbatch.nif.kernels.elementwise import copy_blocks
 from genbatch.nif.kernels.sample import edit_logits, gather_logprobs
 from genbatch.nif.runner import BatchLimits
 from genbatch.nif.runners.launches import DecodeStep, empty_step
-from genbatch.nif.runners.tensor_batch import TensorBatch, to_device
+from genbatch.nif.runners.torch_runner import TensorBatch, to_device
 
 log = logging.getLogger("genbatch")
 

@@ -10,7 +10,7 @@ from genbatch.nif.cuda_device import Device
 from genbatch.nif.models.architectures import layer_groups
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.self_check import probe_layers
-from genbatch.nif.runners.attention import ATTENTION_NAME, register_attention
+from genbatch.nif.runners.torch_runner import ATTENTION_NAME, register_attention
 
 _QWEN3 = {
     "num_hidden_layers": 28,

@@ -11,7 +11,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from genbatch.nif.kernels.paged_attention import AttentionSetting, paged_attention, plan_shares
 from genbatch.nif.models.loaded_model import Model
-from genbatch.nif.runners.attention import ATTENTION_NAME
+from genbatch.nif.runners.torch_runner import ATTENTION_NAME
 
 
 def peer_generate_batch(model: Model, plan: Plan, requests: Sequence[Request]) -> float:

@@ -35,13 +35,13 @@ ENGINE_GUARDS = (
     Mutation(
         "nobody's draft goes beyond its last token",
         call_becomes("min", "{0}"),
-        ("actors/batcher/test_drafting.py::test_nobody_is_drafted_beyond_its_last_token",),
+        ("actors/batcher/test_draft_lengths.py::test_nobody_is_drafted_beyond_its_last_token",),
         "a sequence takes more blocks than it was promised",
     ),
     Mutation(
         "no drafted token is outside the model's vocabulary",
         call_becomes("takewhile", "{1}"),
-        ("actors/batcher/test_drafting.py::test_no_token_beyond_the_models_vocabulary_is_drafted",),
+        ("actors/batcher/test_draft_lengths.py::test_no_token_beyond_the_models_vocabulary_is_drafted",),
         "the embedding of a token is read that the model does not have",
     ),
     Mutation(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import trio
 
-from genbatch.actors.batcher import generation
+from genbatch.actors.batcher import drafting
 from genbatch.actors.batcher.drafting import DraftCosts
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.model import load_model
@@ -72,7 +72,7 @@ async def test_a_crowd_in_little_memory_gets_the_texts_of_generate(
     family_of: Callable[[str], Family], name: str, host_gib: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Mix pauses or swaps, prompt chunks, several choices, a cancelled caller and refused drafts."""
-    monkeypatch.setattr(generation, "PromptLookup", Guessing)  # random models do not copy, and every fifth is wrong
+    monkeypatch.setattr(drafting, "PromptLookup", Guessing)  # random models do not copy, and every fifth is wrong
     monkeypatch.setattr(DraftCosts, "price", lambda self, num_sequences, num_keys, guess_s: 0.08)
     family = family_of(name)
     prompts = [prompt_of(7 + 2 * seed, seed) for seed in range(5)]

@@ -25,7 +25,7 @@ from genbatch.nif.models.weight_source import FP4_KINDS, FP8_KINDS, GROUP_KINDS
 from genbatch.nif.native.runner import NativeRunner
 from genbatch.nif.native.weights import STORED_KINDS
 from genbatch.nif.runner import Entry, Logits
-from genbatch.nif.runners.attention import ATTENTION_NAME
+from genbatch.nif.runners.torch_runner import ATTENTION_NAME
 from tests.lora_adapters import PeftOracle, make_adapter
 
 VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS = 320, 256, 2, 4, 2

@@ -41,8 +41,8 @@ from genbatch.nif.models import model
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.model import describe_model, load_model
 from genbatch.nif.runner import LayerGroup
-from genbatch.nif.runners import attention
-from genbatch.nif.runners.attention import ATTENTION_NAME
+from genbatch.nif.runners import torch_runner
+from genbatch.nif.runners.torch_runner import ATTENTION_NAME
 
 
 @pytest.fixture
@@ -273,12 +273,12 @@ def test_a_missing_tokenizer_is_refused(llama_copy: Path) -> None:
 def test_the_self_check_refuses_a_model_whose_paged_logits_differ(
     tiny_model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    span = attention._span
+    span = torch_runner._span
 
     def forgetful(*args: Any) -> Any:
         return span(*args[:4], replace(args[4], window=3), args[5])  # every layer sees three positions only
 
-    monkeypatch.setattr(attention, "_span", forgetful)
+    monkeypatch.setattr(torch_runner, "_span", forgetful)
     with pytest.raises(ModelError, match="off by"):
         load_model(str(tiny_model_dir("llama")), n_gpu_layers=0)
 

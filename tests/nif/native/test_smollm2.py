@@ -11,7 +11,7 @@ from genbatch.nif.native.library import WEIGHT_I8, WEIGHT_U4
 from genbatch.nif.native.model_weights import ModelWeights
 from genbatch.nif.native.runner import NativeRunner
 from genbatch.nif.runner import RaggedBatch
-from genbatch.nif.runners.attention import ATTENTION_NAME
+from genbatch.nif.runners.torch_runner import ATTENTION_NAME
 
 PROMPTS = [
     "The capital of France is",

@@ -324,7 +324,7 @@ class FakeGpu:
         from genbatch.nif.models.architectures import layer_groups
         from genbatch.nif.models.loaded_model import Model
         from genbatch.nif.runner import LayerShape
-        from genbatch.nif.runners.attention import ATTENTION_NAME, register_attention
+        from genbatch.nif.runners.torch_runner import ATTENTION_NAME, register_attention
 
         register_attention()
         with torch.device("meta"):

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genbatch.nif.runner import LayerGroup
-from genbatch.nif.runners.attention import AttentionCall, LayerPool, TorchStep, paged_attention
-from genbatch.nif.runners.tensor_batch import TensorBatch
+from genbatch.nif.runners.torch_runner import AttentionCall, LayerPool, TensorBatch, TorchStep, paged_attention
 
 BLOCK_SIZE = 4
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 8, 8

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genbatch.nif.runners.launches import BatchUpload, DecodeStep, packed_size
-from genbatch.nif.runners.tensor_batch import TensorBatch
+from genbatch.nif.runners.torch_runner import TensorBatch
 
 
 def batch_of(num_tokens: int, num_entries: int, num_groups: int, seed: int) -> TensorBatch:

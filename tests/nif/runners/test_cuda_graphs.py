@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from genbatch.nif.engine_options import GraphKey, GraphOptions
 from genbatch.nif.errors import OptionError
 from genbatch.nif.runners.launches import DecodeStep, GraphCache, empty_step, graph_key, pad_decodes, pad_step
-from genbatch.nif.runners.tensor_batch import TensorBatch
+from genbatch.nif.runners.torch_runner import TensorBatch
 
 MAX_POSITION = 5000
 

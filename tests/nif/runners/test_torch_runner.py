@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runner import RaggedBatch
-from genbatch.nif.runners.attention import ATTENTION_NAME
-from genbatch.nif.runners.torch_runner import TorchRunner
+from genbatch.nif.runners.torch_runner import ATTENTION_NAME, TorchRunner
 from tests.nif.runners.ragged_batches import ragged_batch
 
 BLOCK_SIZE = 4
