@@ -3,8 +3,8 @@
     asyncio task --TrioThread.run--> trio task of the client, on trio's thread
                  <--- call_soon_threadsafe ---
 
-AsyncCalls are for trio and asyncio: on trio a method runs in the calling task, on asyncio it runs on the bridge's
-thread. A BlockingClient is for programs without an event loop. Cancelling an asyncio task, or leaving a stream's body,
+A `Client` runs a method in the calling task on trio, and on the bridge's thread on asyncio. A BlockingClient is for
+programs without an event loop. Cancelling an asyncio task, or leaving a stream's body,
 cancels the trio task, which frees the sequence.
 """
 
@@ -22,7 +22,7 @@ import outcome
 import sniffio
 import trio
 
-from genbatch.clients.interface import CallResult, Client, ClientClosed, SyncClient, TokenStream
+from genbatch.clients.interface import CallResult, Client, ClientClosed, SyncClient
 from genbatch.proto.errors import GenbatchError
 from genbatch.proto.messages import GenerateRequest, Token
 
@@ -380,32 +380,6 @@ async def _to_the_end(work: Awaitable[T]) -> T:
     return future.result()
 
 
-class AsyncCalls(Client):
-    """A `Client` on trio and asyncio; a subclass implements `_ask` and `_open_stream` for trio."""
-
-    _thread: TrioThread | None = None  # runs the calls if the caller is on asyncio
-
-    async def ask(self, request: msgspec.Struct) -> Any:
-        """See `Client.ask`."""
-        return await self._run(self._ask, request)
-
-    def open_stream(self, request: GenerateRequest) -> AbstractAsyncContextManager[TokenStream | AsyncioStream]:
-        """See `Client.open_stream`."""
-        opening = self._open_stream(request)
-        return opening if self._thread is None else self._thread.stream(opening)
-
-    async def _run(self, call: Callable[..., Awaitable[T]], *args: Any) -> T:
-        if self._thread is not None:
-            return await self._thread.run(call, *args)
-        return await call(*args)
-
-    async def _ask(self, request: msgspec.Struct) -> Any:
-        raise NotImplementedError
-
-    def _open_stream(self, request: GenerateRequest) -> AbstractAsyncContextManager[TokenStream]:
-        raise NotImplementedError
-
-
 class BlockingClient(SyncClient):
     """A `SyncClient` over a trio client on another thread.
 
@@ -414,7 +388,7 @@ class BlockingClient(SyncClient):
         client: the client on that thread.
     """
 
-    def __init__(self, thread: TrioThread, client: AsyncCalls) -> None:
+    def __init__(self, thread: TrioThread, client: Client) -> None:
         self._thread = thread
         self._client = client
 

@@ -26,8 +26,9 @@ from genbatch.actors.gateways.dispatcher import Caller, Dispatcher
 from genbatch.actors.runtime.supervisor import background
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.service import Service, open_service
-from genbatch.clients.bridge import AsyncCalls, BlockingClient, TrioThread, hosted, hosted_plainly, runs_on_asyncio
+from genbatch.clients.bridge import BlockingClient, TrioThread, hosted, hosted_plainly, runs_on_asyncio
 from genbatch.clients.interface import (
+    Client,
     MessageLike,
     TokenStream,
     asked_method,
@@ -42,7 +43,7 @@ from genbatch.proto.messages import GenerateRequest, Result, Token
 CLIENT = ""
 
 
-class BatcherClient(AsyncCalls):
+class BatcherClient(Client):
     """The in-process client; any number of tasks may use it at once. Implements `Client`, on trio and on asyncio.
 
     Args:

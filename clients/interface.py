@@ -12,7 +12,7 @@ Errors of requests are in genbatch.proto.errors. This module has the errors of a
 import struct
 from base64 import b64decode
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from functools import update_wrapper, wraps
@@ -474,15 +474,41 @@ class ClientCalls:
         return Call(DrainRequest(timeout_s=timeout_s), _whole)
 
 
+class OtherThread(Protocol):
+    """A thread that runs trio, for callers on asyncio; `clients/bridge.py` has it."""
+
+    async def run(self, call: Callable[..., Awaitable[T]], *args: Any) -> T:
+        """Await a call on the thread."""
+        ...
+
+    def stream(self, opening: AbstractAsyncContextManager[Any]) -> AbstractAsyncContextManager[Stream]:
+        """Open a stream on the thread."""
+        ...
+
+
 class Client(ClientCalls):
-    """The interface of the clients for trio and asyncio. A subclass implements `ask` and `open_stream`."""
+    """The interface of the clients for trio and asyncio. A subclass implements `_ask` and `_open_stream` for trio."""
+
+    _thread: OtherThread | None = None  # runs the calls if the caller is on asyncio
 
     async def ask(self, request: msgspec.Struct) -> Any:
         """Send the request of a method in `proto/methods.py` and return its answer."""
-        raise NotImplementedError
+        return await self._run(self._ask, request)
 
     def open_stream(self, request: GenerateRequest) -> AbstractAsyncContextManager[Stream]:
         """Generate the answer of a request token by token."""
+        opening = self._open_stream(request)
+        return opening if self._thread is None else self._thread.stream(opening)
+
+    async def _run(self, call: Callable[..., Awaitable[T]], *args: Any) -> T:
+        if self._thread is not None:
+            return await self._thread.run(call, *args)
+        return await call(*args)
+
+    async def _ask(self, request: msgspec.Struct) -> Any:
+        raise NotImplementedError
+
+    def _open_stream(self, request: GenerateRequest) -> AbstractAsyncContextManager["TokenStream"]:
         raise NotImplementedError
 
     def stream(

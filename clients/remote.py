@@ -32,8 +32,8 @@ import tenacity
 import trio
 
 from genbatch.actors.gateways.addresses import default_address
-from genbatch.clients.bridge import AsyncCalls, hosted, runs_on_asyncio
-from genbatch.clients.interface import CallResult, ClientClosed, TokenStream, asked_method
+from genbatch.clients.bridge import hosted, runs_on_asyncio
+from genbatch.clients.interface import CallResult, Client, ClientClosed, TokenStream, asked_method
 from genbatch.clients.transports import (
     RECONNECT_S,
     ConnectionLost,
@@ -363,7 +363,7 @@ HEARTBEAT_S, LEASE_S = 1.0, 5.0
 WINDOW = 1024
 
 
-class RemoteClient(AsyncCalls):
+class RemoteClient(Client):
     """A client of a service, with the interface of `Client`, on trio and on asyncio. Use it inside `async with`.
 
     Any number of tasks may use one client at once.
