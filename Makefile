@@ -60,9 +60,17 @@ $(LANES) smoke kernels long-ci: export PYTHONDONTWRITEBYTECODE :=
 kernels: $(VENV)/.test
 	@$(BIN)/python -c "from genbatch.nif.native.build import build_library; build_library()" || echo "there are no kernels"
 
-# What found faults and takes long: tests marked `long`, one process. .ci/run runs it after `make test`.
+# What found faults and takes long: tests marked `long`, in two processes. .ci/run runs it after `make test`.
+LONG = $(BIN)/pytest -q $(AGAIN) -m long
+.PHONY: long-computing long-others
 long-ci: $(VENV)/.test
-	$(BIN)/pytest -q $(AGAIN) -m long
+	@$(MAKE) --no-print-directory -k -j2 $(if $(filter output-sync,$(.FEATURES)),-Otarget) long-computing long-others
+
+long-computing:
+	$(LONG) -o cache_dir=.pytest_cache/computing tests/nif
+
+long-others:
+	$(LONG) tests --ignore=tests/nif
 
 checks: typecheck
 	@$(MAKE) --no-print-directory smoke

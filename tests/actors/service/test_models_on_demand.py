@@ -51,6 +51,7 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "LEASE_S", 60.0)  # this process may wait for its turn
 
 
+@pytest.mark.long
 async def test_models_come_and_go_over_every_door(
     service: RunningService, oracle: Callable[[str], Any], tmp_path: Path
 ) -> None:

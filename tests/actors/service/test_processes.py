@@ -291,6 +291,7 @@ async def test_a_service_with_a_fifth_of_a_core_answers_and_nothing_is_restarted
         assert (await client.stats())["engine_restarts"] == restarts
 
 
+@pytest.mark.long
 @pytest.mark.trio
 async def test_adapters_outlive_engines_and_gateways(
     service: RunningService, tiny_model_dir: Callable[[str], Path], tmp_path: Path

@@ -42,7 +42,8 @@ def other_rank(service: RunningService) -> int:
     return rank
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.trio
 async def test_b34_a_rank_that_dies_or_hangs_takes_the_group_down_and_finals_are_as_always(
     service: RunningService, number: signal.Signals

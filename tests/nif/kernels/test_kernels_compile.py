@@ -11,6 +11,7 @@ from triton.backends import backends
 ROOT = Path(__file__).resolve().parents[3]
 
 
+@pytest.mark.long
 @pytest.mark.skipif("nvidia" not in backends, reason="this triton has no NVIDIA backend")
 def test_kernels_compile_for_a_gpu_without_spilling_and_as_wide_as_we_build_on() -> None:
     # A process of its own: in this one Triton interprets.
