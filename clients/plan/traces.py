@@ -233,7 +233,7 @@ class _Names:
 
     def __init__(self, tenant: str, draw: random.Random) -> None:
         self._tenant, self._draw = tenant, draw
-        self._parent, self._filled = hash_of(tenant), 0
+        self._parent = hash_of(tenant)
         self._names: list[int] = []
         self.num_tokens = 0
 
