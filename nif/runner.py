@@ -328,6 +328,39 @@ class StateRunner(Protocol):
         ...
 
 
+@runtime_checkable
+class PredictingRunner(Protocol):
+    """A runner that may have the layer of multi-token prediction (MTP): it guesses the token after the next one.
+
+    The layer has keys and values for each position, in the blocks of one layer group. Those of position p are of the
+    token at p + 1 and of the row in front of the model's head at p. So blocks that are shared, copied, read or written
+    bring them along.
+    """
+
+    mtp_group: int | None  # of the layer's keys; None without the layer
+    predicted: npt.NDArray[np.bool_]  # [num_blocks, block_size]: the positions whose keys of the layer were written
+
+    def forward_states(
+        self, batch: RaggedBatch, *, with_logits: bool
+    ) -> tuple[npt.NDArray[np.float32] | None, Largest, npt.NDArray[np.float32]]:
+        """As `ChoosingRunner.forward_largest`, and the rows in front of the head of all tokens, [T, hidden] float32."""
+        ...
+
+    def predict(
+        self, batch: RaggedBatch, states: npt.NDArray[np.float32], *, with_logits: bool
+    ) -> tuple[npt.NDArray[np.float32] | None, Largest, npt.NDArray[np.float32]]:
+        """Run the layer alone.
+
+        Args:
+            batch: each position with the token that follows it.
+            states: [T, hidden] float32, the rows in front of the head at these positions.
+
+        Returns:
+            As `forward_states`, with the rows that have logits only.
+        """
+        ...
+
+
 class Redrawn(Protocol):
     """Draws that follow a launched step's own draws."""
 

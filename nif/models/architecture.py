@@ -241,6 +241,26 @@ class AltUpNames:
 
 
 @dataclass(frozen=True, slots=True)
+class MtpNames:
+    """Multi-token prediction (MTP): one more layer, which guesses the token after the one that the model draws.
+
+    The layer reads the embedding of a token, and the row that the model had in front of its head at the position before.
+    It is of the kind of the model's last layer that attends, and shares the model's head.
+
+    Args:
+        layer: the beginning of the layer's names.
+        input: name of the linear that makes the layer's input of both.
+        norms: names of the norms of the embedding and of the row.
+        final_norm: name of the norm in front of the head.
+    """
+
+    layer: str = "mtp.layers.0."
+    input: str = "mtp.fc"
+    norms: tuple[str, str] = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden")
+    final_norm: str = "mtp.norm"
+
+
+@dataclass(frozen=True, slots=True)
 class SomeRows:
     """Some rows of a tensor.
 
@@ -341,6 +361,7 @@ class Architecture:
         mlps: the layers that have an MLP or experts; None: all.
         factors: of a linear's products and bias, by the end of its name.
         input_factor: of the products of queries, keys and values.
+        mtp: the names of the MTP layer, which a file may have; None where it is not computed.
     """
 
     norm_eps: float
@@ -377,6 +398,7 @@ class Architecture:
     mlps: frozenset[int] | None = None
     factors: Mapping[str, float] = field(default_factory=dict)
     input_factor: float = 1.0
+    mtp: MtpNames | None = None
 
     def attends(self, layer: int) -> bool:
         """Whether a layer attends."""

@@ -346,6 +346,8 @@ def check_complete(
     for layer in kv_sources(config):  # files have keys and values of such layers, which nobody reads
         start = tensors.layer.format(layer)
         used |= {f"{start}{name}.weight" for name in (*tensors.qkv[1:], tensors.k_norm)}
+    if architecture.mtp is not None:
+        used |= {name for name in names if name.startswith("mtp.")}
     if experts is not None:
         used |= {tensors.stored(name, names) for name in _expert_names(architecture, config.num_hidden_layers)}
     check_all_used(source, config, weights, used)

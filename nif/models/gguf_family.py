@@ -27,6 +27,7 @@ EXPERT_NAMES = {
     "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
 }
+MTP_LAYER = "mtp.layers.0."
 TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 SHARED_EXPERT_NAMES = {
     **EXPERT_NAMES,
@@ -91,6 +92,7 @@ class GgufFamily:
         mlp_layers: transformers' kind of the layers that feed_forward_length gives a size, where it is an array: such a
             layer is an MLP and nothing else.
         choices: keys that are true or false, a setting, and its value for either; without the key it is false.
+        mtp_names: names of tensors that only the layer of multi-token prediction has; the layer follows the others.
     """
 
     layer_names: dict[str, str]
@@ -122,3 +124,4 @@ class GgufFamily:
     expands: str | None = None
     mlp_layers: str | None = None
     choices: dict[str, tuple[str, Any, Any]] = field(default_factory=dict)
+    mtp_names: dict[str, str] = field(default_factory=dict)

@@ -20,6 +20,7 @@ import numpy as np
 
 from genbatch.nif.errors import ModelError
 from genbatch.nif.models.gguf_families import family_of
+from genbatch.nif.models.gguf_family import MTP_LAYER
 from genbatch.nif.models.weight_source import FLOAT_KINDS, MappedFile, StoredTensor, bytes_per_row
 from genbatch.nif.scoring import GGUF_RANK
 
@@ -330,6 +331,10 @@ class GgufWeights:
         family = self._family
         if match := _LAYER.fullmatch(stored):
             layer = family.layer.format(match[1])
+            if family.mtp_names and int(match[1]) == self._config.num_hidden_layers:  # behind all layers
+                if mtp := family.mtp_names.get(match[2]):
+                    return f"{mtp}.{match[3]}"
+                layer = MTP_LAYER
             if bare := family.bare.get(match[2] if match[3] is None else f"{match[2]}.{match[3]}"):
                 return layer + bare
             ours = family.layer_names.get(match[2])

@@ -39,6 +39,12 @@ _QWEN35 = GgufFamily(
     as_stored=("linear_attn.norm.weight",),
     tiled_heads=True,
     inner_size=("linear_value_head_dim", "linear_num_value_heads"),
+    mtp_names={
+        "nextn.eh_proj": "mtp.fc",
+        "nextn.enorm": "mtp.pre_fc_norm_embedding",
+        "nextn.hnorm": "mtp.pre_fc_norm_hidden",
+        "nextn.shared_head_norm": "mtp.norm",
+    },
 )
 _LFM2 = GgufFamily(
     {

@@ -11,6 +11,7 @@ from genbatch.nif.models.architecture import (
     Architecture,
     ConvolutionNames,
     ExpertNames,
+    MtpNames,
     RecurrenceNames,
     SomeRows,
     Tensors,
@@ -89,6 +90,7 @@ def _qwen3_5(config: Any) -> Architecture:
         partial_rotary=True,
         gated_attention=True,
         recurrence=_delta_net(config, _APART),
+        mtp=MtpNames(),
     )
 
 
@@ -127,6 +129,7 @@ def _qwen3_next(config: Any) -> Architecture:
         partial_rotary=True,
         gated_attention=True,
         recurrence=_delta_net(config, inputs),
+        mtp=MtpNames(),
     )
 
 

@@ -200,6 +200,15 @@ typedef struct {
     float deviations;
 } layer;
 
+/* Multi-token prediction (MTP): one more layer. It reads a token's embedding and the row that the model had in front of its head
+ * at the position before. So it predicts the token that follows, with the model's own head. */
+typedef struct {
+    norm embedding_norm, state_norm; /* of the two halves of the input */
+    linear input; /* makes the layer's row of both halves */
+    layer layer;
+    norm final_norm;
+} mtp;
+
 /* Rows of embeddings: row-major in WEIGHT_F32 or WEIGHT_BF16, or blocks as in a part. */
 typedef struct {
     const void *rows;
@@ -235,6 +244,7 @@ typedef struct {
     const linear *merge; /* [num_streams]: what a stream's output is multiplied by before all are averaged; none for the first */
     norm embedding_norm, final_norm;
     const layer *layers;
+    const mtp *mtp; /* or NULL */
     linear head;
 } model;
 
@@ -273,16 +283,18 @@ typedef struct {
 } largest;
 
 typedef struct {
-    int32_t num_tokens, num_entries, num_logit_rows, num_positions; /* num_positions: rows of cosines and sines */
+    int32_t num_tokens, num_entries, num_rows, num_logit_rows, num_positions; /* num_positions: rows of cosines and sines */
     const int64_t *input_ids, *positions; /* [num_tokens] */
     const int32_t *query_starts, *kv_lens; /* [num_entries + 1], [num_entries] */
     const int64_t *slots[MAX_GROUPS]; /* [num_tokens] */
     const int32_t *block_tables[MAX_GROUPS]; /* [num_entries, table_width] */
     int32_t table_width[MAX_GROUPS];
-    const int64_t *logit_rows; /* [num_logit_rows] */
+    const int64_t *rows; /* [num_rows]: the tokens that go on after the last keys; the first num_logit_rows get logits */
     const float *cosines[MAX_ROPES], *sines[MAX_ROPES]; /* [num_positions, rotary_dim / 2] */
     float *logits; /* [num_logit_rows, vocab_size], or NULL */
     largest *best; /* [num_logit_rows], or NULL */
+    float *states_out; /* [num_rows, hidden]: receives the rows in front of the head; or NULL */
+    const float *states; /* [num_tokens, hidden]: what the MTP layer reads; NULL: the model's layers run */
     int32_t num_adapters, lora_ranks; /* lora_ranks: the most ranks of any linear */
     const lora *const *adapters; /* [num_adapters][num_layers * LORA_PLACES] */
     const int32_t *adapter_of; /* [num_tokens], -1: no adapter; NULL without adapters */
@@ -297,7 +309,7 @@ enum step_error {
     STEP_QUERY_STARTS, /* where: entry */
     STEP_KV_LEN, /* where: entry */
     STEP_BLOCK_TABLE, /* where: entry */
-    STEP_LOGIT_ROW, /* where: row */
+    STEP_ROW, /* where: row */
     STEP_ADAPTER, /* where: token */
     STEP_NO_MEMORY,
 };

@@ -36,7 +36,8 @@ enum step_error step_check(const step *s, const model *m, const cache *caches, i
         enum step_error error = check_entry(s, m, caches, b);
         if (error) return *where = b, error;
     }
-    for (int64_t i = 0; i < s->num_logit_rows; i++)
-        if (s->logit_rows[i] < 0 || s->logit_rows[i] >= s->num_tokens) return *where = i, STEP_LOGIT_ROW;
+    if (s->num_logit_rows > s->num_rows) return *where = s->num_rows, STEP_ROW;
+    for (int64_t i = 0; i < s->num_rows; i++)
+        if (s->rows[i] < 0 || s->rows[i] >= s->num_tokens) return *where = i, STEP_ROW;
     return STEP_OK;
 }

@@ -22,6 +22,7 @@ from genbatch.nif.models.architecture import (
     ConvolutionNames,
     ExpertNames,
     LatentNames,
+    MtpNames,
     RecurrenceNames,
     SomeRows,
     gated_rows,
@@ -43,6 +44,7 @@ from genbatch.nif.native.library import (
     Latent,
     Layer,
     Linear,
+    Mtp,
     Norm,
     StateLayer,
     Table,
@@ -84,11 +86,26 @@ class LayerLoader:
         self._plain, self._dtype = WEIGHT_BF16 if model.dtype == "bfloat16" else WEIGHT_F32, model.torch_dtype
         self._cached = layer_shapes(self._config)
 
-    def layer(self, index: int) -> Layer:
-        """Build one layer; the caller sets its place in a group and its rotary table."""
+    def mtp(self, names: MtpNames, like: int) -> Mtp:
+        """Build the MTP layer, of the kind of layer `like`; the caller sets its place in a group and its rotary table."""
+        own, hidden = self._architecture.tensors.layer.format(like), self._config.hidden_size
+        shapes = {name.removeprefix(own): shape for name, shape in self._shapes.items() if name.startswith(own)}
+        self._shapes = {**self._shapes, **{names.layer + name: shape for name, shape in shapes.items()}}
+        self._shapes[f"{names.input}.weight"] = hidden, 2 * hidden
+        embedding_norm, state_norm, final_norm = map(self.norm, (*names.norms, names.final_norm))
+        made = Mtp(embedding_norm, state_norm, self.linear([names.input]), self.layer(like, names.layer), final_norm)
+        self._held.append(made)
+        return made
+
+    def layer(self, index: int, start: str | None = None) -> Layer:
+        """Build one layer; the caller sets its place in a group and its rotary table.
+
+        Args:
+            start: the beginning of its tensors' names; None: the architecture's.
+        """
         architecture = self._architecture
         experts, tensors = architecture.experts, architecture.tensors_of(index)
-        start = tensors.layer.format(index)
+        start = start or tensors.layer.format(index)
         kind = self._kind
         if kind == WEIGHT_U4 and keeps_8_bits(index, self._config.num_hidden_layers):
             kind = WEIGHT_I8

@@ -44,7 +44,7 @@ _STEP_ERRORS = {
     "STEP_QUERY_STARTS": "the query starts are wrong at entry %d",
     "STEP_KV_LEN": "entry %d has an impossible number of positions",
     "STEP_BLOCK_TABLE": "entry %d has a block table that is too short or names a block outside the pool",
-    "STEP_LOGIT_ROW": "logit row %d is not a token of the batch",
+    "STEP_ROW": "logit row %d is not a token of the batch",
     "STEP_ADAPTER": "token %d has an adapter that is not there",
     "STEP_NO_MEMORY": "no memory for the step",
 }
@@ -90,6 +90,11 @@ class AltUp(Structure):
 @c_struct("layer")
 class Layer(Structure):
     """One decoder layer."""
+
+
+@c_struct("mtp")
+class Mtp(Structure):
+    """One more layer, which predicts a further token."""
 
 
 @c_struct("table")

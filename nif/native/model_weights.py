@@ -35,6 +35,7 @@ from genbatch.nif.native.library import (
     WEIGHT_U4,
     Layer,
     ModelStruct,
+    Mtp,
     NativeArena,
     native_library,
 )
@@ -131,18 +132,20 @@ class ModelWeights:
         model: what `load_model` returned.
         quantize: "none" keeps the model's dtype; "int8" and "int4" as `native_runner` describes.
         cache_bytes: the most bytes of all models' packed weights on disk; 0 packs without the disk.
+        mtp: whether to pack the MTP layer, too.
 
     Attributes:
+        mtp_group: the index of the layer group that has the keys of the MTP layer; None without that layer.
         num_mapped: bytes that are mapped from a file; 0 if the weights were packed.
         keeping: the thread that writes the packed weights to the disk, if there is one.
 
     Raises:
         NativeUnavailable: the kernels cannot be built, or do not compute this model.
         ModelError: the weights lack a tensor, or one has NaN or an infinity.
-        OptionError: `quantize` has no such value.
+        OptionError: `quantize` has no such value, or the model has no MTP layer.
     """
 
-    def __init__(self, model: "Model", quantize: str = "none", *, cache_bytes: int = 0) -> None:
+    def __init__(self, model: "Model", quantize: str = "none", *, cache_bytes: int = 0, mtp: bool = False) -> None:
         if quantize not in QUANTIZE:
             raise OptionError("quantize", f"{quantize!r} is none of {', '.join(QUANTIZE)}")
         self.architecture = architecture = check_supported(model)
@@ -154,13 +157,15 @@ class ModelWeights:
         config: Any = model.config
         sources = kv_sources(config)
         self.groups = tuple(_writers(group, sources) for group in model.groups)  # of layers that write keys and values
+        self.mtp_group = self._add_mtp(model, architecture) if mtp else None
         self.rope = RopeTables(config, partial=architecture.partial_rotary, max_position=model.max_position)
         self.num_mapped = 0
         self.keeping: Thread | None = None
         self._held: Any = None
         place = None
         if cache_bytes and model.identity:
-            place = kept_place(model.identity, f"{model.dtype} {quantize}", self.library)
+            form = f"{model.dtype} {quantize}{' mtp' if mtp else ''}"
+            place = kept_place(model.identity, form, self.library)
             kept = open_weights(place, self.library)
             if kept is not None:
                 self.struct, self.num_mapped, self._held = kept.struct, kept.num_bytes, kept
@@ -190,6 +195,7 @@ class ModelWeights:
             layers[layer].rotary_dim = 0 if rope < 0 else self.rope.rotary_dims[rope]
             source.release()  # otherwise the file's pages would stay in memory beside the packed weights
         self._group_layers(model.groups, kv_sources(config))
+        predictor = None if self.mtp_group is None else self._mtp(loader, architecture)
         tensors = architecture.tensors
         embedding = loader.tensor(f"{tensors.embedding}.weight")
         tied = model.weights is not None and is_tied(config, source, loader, architecture)
@@ -199,6 +205,7 @@ class ModelWeights:
         inner = [layer.experts.contents.intermediate for layer in layers if layer.experts]
         own, altup = architecture.layer_embeddings, architecture.altup
         inner += [layer.intermediate for layer in layers] + [0 if own is None else own.width]
+        inner += [] if predictor is None else [predictor.layer.intermediate]
         inner += [layer.altup.contents.left.n for layer in layers if layer.altup]
         self.struct = ModelStruct(
             hidden=config.hidden_size,
@@ -228,6 +235,7 @@ class ModelWeights:
             embedding_norm=loader.norm(tensors.embedding_norm),
             final_norm=loader.norm(tensors.final_norm),
             layers=layers,
+            mtp=None if predictor is None else ctypes.pointer(predictor),
             head=head,
         )
         if own is not None:
@@ -238,6 +246,33 @@ class ModelWeights:
             self.struct.merge = loader.merges(altup)
         source.release()
         return packer.arena
+
+    def _add_mtp(self, model: "Model", architecture: Architecture) -> int:
+        """Add the MTP layer behind the layers of its group; return the group's index.
+
+        Raises:
+            OptionError: the model has no MTP layer that the kernels compute.
+        """
+        names = architecture.mtp
+        if names is None:
+            raise OptionError("draft", f"{model.name} is of a family without multi-token heads (MTP) that run here")
+        if model.weights is None or f"{names.input}.weight" not in model.weights.names():
+            raise OptionError("draft", f"the files of {model.name} have no multi-token head (MTP): {names.input} is missing")
+        last = _last_attending(model, architecture)
+        group_id = next(i for i, group in enumerate(self.groups) if last in group.layers and not group.recurs)
+        group = self.groups[group_id]
+        extended = replace(group, layers=(*group.layers, model.config.num_hidden_layers))
+        self.groups = (*self.groups[:group_id], extended, *self.groups[group_id + 1 :])
+        return group_id
+
+    def _mtp(self, loader: "LayerLoader", architecture: Architecture) -> Mtp:
+        assert architecture.mtp is not None and self.mtp_group is not None, "the layer has a group"
+        last, group = _last_attending(self.model, architecture), self.groups[self.mtp_group]
+        made = loader.mtp(architecture.mtp, last)
+        made.layer.rope, made.layer.rotary_dim = self.layers[last].rope, self.layers[last].rotary_dim
+        made.layer.group, made.layer.window = self.mtp_group, self.layers[last].window
+        made.layer.index_in_group = len(group.layers) - 1
+        return made
 
     def _group_layers(self, groups: Sequence[LayerGroup], sources: dict[int, int]) -> None:
         """Tell each layer its place in its group; `sources` is what `kv_sources` returned."""
@@ -270,6 +305,10 @@ class ModelWeights:
             return 0
         own = config.layer_rope_theta if layer_bases(config) else config.layer_types
         return self.rope.kinds.index(own[layer])
+
+
+def _last_attending(model: "Model", architecture: Architecture) -> int:
+    return max(filter(architecture.attends, range(model.config.num_hidden_layers)))
 
 
 def _writers(group: LayerGroup, sources: dict[int, int]) -> LayerGroup:

@@ -83,7 +83,7 @@ void layer_phase(worker *w, const layer *layer, enum lora_place place, const lin
 {
     engine *e = w->engine;
     const lora_step *lora = &e->work.lora;
-    const int64_t at = (layer - e->model->layers) * LORA_PLACES + place;
+    const int64_t at = w->rows ? (layer - e->model->layers) * LORA_PLACES + place : -1;
     w->place = w->rows && lora_adapts(lora, w->rows, at) ? at : -1;
     float *kept = w->place >= 0 && n->weight ? e->work.adapted : NULL;
     prepare_phase(w, l, count, &(source){x, size, index, n, kept});
@@ -155,10 +155,10 @@ void linear_phase(worker *w, const linear *l, int64_t count, enum finish finish,
 void keep_phase(worker *w)
 {
     engine *e = w->engine;
-    int64_t from, to, count = e->step->num_logit_rows, hidden = e->model->hidden;
+    int64_t from, to, count = e->step->num_rows, hidden = e->model->hidden;
     while (claim(w, count, grain_of(w, count), &from, &to))
         for (int64_t i = from; i < to; i++)
-            memcpy(e->work.kept + i * hidden, e->work.x + e->step->logit_rows[i] * hidden,
+            memcpy(e->work.kept + i * hidden, e->work.x + e->step->rows[i] * hidden,
                    sizeof(float) * (size_t)hidden);
     phase_end(w);
 }

@@ -5,7 +5,7 @@ runner = native_runner(load_model("smollm2"), quantize="int8")
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -74,7 +74,7 @@ def native_runner(
 
 class NativeRunner:
     """Runs steps in C. Implements `Runner`, `AdaptingRunner`, `InvariantRunner`, `KnowsStep`,
-    `HoldsMemory` and `ReadsBlocks`.
+    `HoldsMemory`, `PredictingRunner` and `ReadsBlocks`.
 
     A row's logits depend only on its own sequence, bit for bit. The rest of the batch, the row's place in the batch,
     the prompt's chunks and the number of threads change nothing.
@@ -102,6 +102,8 @@ class NativeRunner:
         self.quantize = weights.quantize
         self.vocab_size = weights.model.vocab_size
         self.groups = weights.groups
+        self.mtp_group = weights.mtp_group
+        self.predicted = np.empty((0, 0), np.bool_)
         self._weights = weights
         self._library = weights.library
         self._shape = weights.struct
@@ -122,10 +124,12 @@ class NativeRunner:
 
     def step_bytes(self, num_tokens: int, num_sequences: int) -> int:
         """See `KnowsStep`."""
-        counts = {"num_tokens": num_tokens, "num_logit_rows": num_tokens, "num_entries": num_sequences}
-        step = Step(**counts, best=1)  # of `best` only whether it is there is read
+        rows = {"num_rows": num_tokens, "num_logit_rows": num_tokens}
+        predicts = None if self.mtp_group is None else 1
+        # Of `best` and `states` only whether they are there is read.
+        step = Step(num_tokens=num_tokens, num_entries=num_sequences, **rows, best=1, states=predicts)
         total: int = self._library.step_bytes(ctypes.byref(self._shape), ctypes.byref(step), self._n_threads)
-        return total
+        return total if predicts is None else total + 2 * num_tokens * int(self._shape.hidden) * 4
 
     def allocate(self, num_blocks: Sequence[int], block_size: int) -> None:
         """Makes the KV pool: `num_blocks[g]` zeroed blocks for group g."""
@@ -147,6 +151,8 @@ class NativeRunner:
                 kind=_KV_KINDS[self._kv_dtype],
                 padded_keys=_padded(block_size, _KEY_LANES),
             )
+        if self.mtp_group is not None:
+            self.predicted = np.zeros((num_blocks[self.mtp_group], block_size), np.bool_)
         self._caches = caches
         self._engine = self._library.engine_create(ctypes.byref(self._shape), caches, self._n_threads)
         if not self._engine:
@@ -173,30 +179,73 @@ class NativeRunner:
         self, batch: RaggedBatch, *, with_logits: bool
     ) -> tuple[npt.NDArray[np.float32] | None, Largest]:
         """Run `forward`; returns logits (None without `with_logits`) and each row's largest, lowest id among equals."""
-        rows = batch.logit_rows.size
-        logits = np.empty((rows, self.vocab_size), np.float32) if with_logits else None
-        best = np.empty(rows, _LARGEST)
-        self._run(batch, logits, best)
+        return self._chosen(batch, with_logits=with_logits)
+
+    def forward_states(
+        self, batch: RaggedBatch, *, with_logits: bool
+    ) -> tuple[npt.NDArray[np.float32] | None, Largest, npt.NDArray[np.float32]]:
+        """See `PredictingRunner`."""
+        others = np.setdiff1d(np.arange(batch.input_ids.size), batch.logit_rows)
+        rows = np.concatenate((batch.logit_rows, others))
+        found = np.empty((rows.size, int(self._shape.hidden)), np.float32)
+        logits, largest = self._chosen(batch, with_logits=with_logits, rows=rows, states_out=found)
+        states = np.empty((batch.input_ids.size, found.shape[1]), np.float32)
+        states[rows] = found
+        return logits, largest, states
+
+    def predict(
+        self, batch: RaggedBatch, states: npt.NDArray[np.float32], *, with_logits: bool
+    ) -> tuple[npt.NDArray[np.float32] | None, Largest, npt.NDArray[np.float32]]:
+        """See `PredictingRunner`."""
+        found = np.empty((batch.logit_rows.size, states.shape[1]), np.float32)
+        return *self._chosen(batch, with_logits=with_logits, states=states, states_out=found), found
+
+    def _chosen(
+        self, batch: RaggedBatch, *, with_logits: bool, **rows: npt.NDArray[Any]
+    ) -> tuple[npt.NDArray[np.float32] | None, Largest]:
+        count = batch.logit_rows.size
+        logits = np.empty((count, self.vocab_size), np.float32) if with_logits else None
+        best = np.empty(count, _LARGEST)
+        self._run(batch, logits, best, **rows)
         return logits, Largest(best["value"], best["column"])
 
-    def _run(self, batch: RaggedBatch, logits: np.ndarray | None, best: np.ndarray | None) -> None:
-        """Run the step in C; raises the errors of `forward`."""
+    def _run(
+        self,
+        batch: RaggedBatch,
+        logits: np.ndarray | None,
+        best: np.ndarray | None,
+        *,
+        rows: npt.NDArray[np.int64] | None = None,
+        states: npt.NDArray[np.float32] | None = None,
+        states_out: npt.NDArray[np.float32] | None = None,
+    ) -> None:
+        """Run the step in C; raises the errors of `forward`.
+
+        Args:
+            rows: the tokens that go on after the last layer's keys; those with logits come first. None: those alone.
+            states: what the MTP layer reads; None runs the model's layers.
+            states_out: receives the rows in front of the head.
+        """
         assert self._engine is not None, "forward needs a pool"
+        rows = batch.logit_rows if rows is None else rows
         tables = self._rope.up_to(batch.max_kv_len)
         _check_sizes(batch, len(self.groups))
         held = _Held()
         step = Step(
             num_tokens=batch.input_ids.size,
             num_entries=batch.kv_lens.size,
+            num_rows=rows.size,
             num_logit_rows=batch.logit_rows.size,
             num_positions=len(tables[0].cosines),
             input_ids=held.address(batch.input_ids, np.int64),
             positions=held.address(batch.positions, np.int64),
             query_starts=held.address(batch.query_starts, np.int32),
             kv_lens=held.address(batch.kv_lens, np.int32),
-            logit_rows=held.address(batch.logit_rows, np.int64),
+            rows=held.address(rows, np.int64),
             logits=None if logits is None else logits.ctypes.data,
             best=None if best is None else best.ctypes.data,
+            states=None if states is None else held.address(states, np.float32),
+            states_out=None if states_out is None else states_out.ctypes.data,
         )
         if batch.adapters is not None:
             self._name_adapters(step, batch.adapters, held)
@@ -212,6 +261,8 @@ class NativeRunner:
             raise MemoryError(STEP_ERRORS[error])
         if error:
             raise BatchError(STEP_ERRORS[error] % where.value)
+        if self.mtp_group is not None:
+            self.predicted.reshape(-1)[batch.slots[self.mtp_group]] = states is not None
 
     def add_adapter(self, adapter: LoraAdapter) -> None:
         """See `AdaptingRunner`; the matrices are always in float32."""
@@ -240,6 +291,8 @@ class NativeRunner:
             sources, destinations = (list(ids) for ids in zip(*pairs, strict=True))
             blocks = self._blocks(group)
             blocks[:, destinations] = blocks[:, sources]
+            if group == self.mtp_group:
+                self.predicted[destinations] = self.predicted[sources]
 
     def read_blocks(self, group: int, blocks: Sequence[int]) -> npt.NDArray[np.uint8]:
         """Return the blocks' content."""
@@ -259,6 +312,8 @@ class NativeRunner:
         """Write the content that `read_blocks` returned into blocks, which may be other blocks than before."""
         into = self._blocks(group)
         into[:, list(blocks)] = np.asarray(content).reshape(len(blocks), *into.shape[::2]).transpose(1, 0, 2)
+        if group == self.mtp_group:
+            self.predicted[list(blocks)] = True  # as far as anyone knows
 
     def close(self) -> None:
         """Stops the threads and releases the KV pool; the weights stay for the next runner."""
@@ -306,7 +361,7 @@ class _Held:
     def __init__(self) -> None:
         self._arrays: list[np.ndarray] = []
 
-    def address(self, array: np.ndarray, dtype: type[np.integer]) -> int:
+    def address(self, array: np.ndarray, dtype: type[np.number]) -> int:
         """Return the array's address; copies the array if its layout differs."""
         plain = np.ascontiguousarray(array, dtype)
         self._arrays.append(plain)

@@ -28,6 +28,36 @@ static void embed_phase(worker *w)
     phase_end(w);
 }
 
+/* Makes the rows of the MTP layer. */
+static void mtp_phases(worker *w, const mtp *p)
+{
+    engine *e = w->engine;
+    const model *m = e->model;
+    const step *s = e->step;
+    int64_t from, to, count = s->num_tokens, hidden = m->hidden;
+    while (claim(w, count, grain_of(w, count), &from, &to))
+        for (int64_t t = from; t < to; t++) {
+            float *pair = e->work.pairs + 2 * t * hidden;
+            embed_row(&m->embedding, s->input_ids[t], pair);
+            norm_row(m, &p->embedding_norm, pair, hidden, pair);
+            norm_row(m, &p->state_norm, s->states + t * hidden, hidden, pair + hidden);
+        }
+    phase_end(w);
+    prepare_phase(w, &p->input, count, &(source){e->work.pairs, 2 * hidden, NULL, &no_norm, NULL});
+    linear_phase(w, &p->input, count, STORE, e->work.x, hidden);
+}
+
+/* Hands out the rows in front of the head. */
+static void states_phase(worker *w, const norm *final_norm, const stream *kept)
+{
+    engine *e = w->engine;
+    int64_t from, to, hidden = e->model->hidden;
+    while (claim(w, kept->count, grain_of(w, kept->count), &from, &to))
+        for (int64_t i = from; i < to; i++)
+            norm_row(e->model, final_norm, kept->x + i * hidden, hidden, e->step->states_out + i * hidden);
+    phase_end(w);
+}
+
 /* Embeddings of the layers' own */
 
 /* Makes each layer's own embedding of a token, from a table and from the token's embedding. */
@@ -102,14 +132,20 @@ static void run(void *argument, int thread)
     workspace *work = &e->work;
     const bool adapts = s->num_adapters;
     const stream all = {work->x, NULL, s->num_tokens, adapts ? &work->lora_tokens : NULL};
-    const stream wanted = {work->kept, s->logit_rows, s->num_logit_rows, adapts ? &work->lora_kept : NULL};
+    const stream wanted = {work->kept, s->rows, s->num_rows, adapts ? &work->lora_kept : NULL};
+    const mtp *predictor = s->states ? m->mtp : NULL;
+    const norm *final_norm = predictor ? &predictor->final_norm : &m->final_norm;
+    const int num_layers = predictor ? 1 : m->num_layers;
     worker w = {.engine = e, .thread = thread, .rows = all.adapted, .place = -1};
-    embed_phase(&w);
+    if (predictor)
+        mtp_phases(&w, predictor);
+    else
+        embed_phase(&w);
     if (m->layer_width) inputs_phases(&w, all.count);
     if (m->num_streams) streams_phases(&w);
-    for (int i = 0; i < m->num_layers; i++) {
-        const layer *l = &m->layers[i];
-        const stream *kept = i == m->num_layers - 1 ? &wanted : &all; /* after the last cache write, only rows with logits go on */
+    for (int i = 0; i < num_layers; i++) {
+        const layer *l = predictor ? &predictor->layer : &m->layers[i];
+        const stream *kept = i == num_layers - 1 ? &wanted : &all; /* after the last cache write, only the wanted rows go on */
         if (l->altup) predict_phases(&w, l);
         if (l->recurrence) recur(&w, l, &all, kept);
         if (l->qkv.n) attend(&w, l, &all, kept);
@@ -123,8 +159,9 @@ static void run(void *argument, int thread)
         if (m->layer_width) input_phases(&w, l, kept);
     }
     if (m->num_streams) merge_phases(&w, &wanted);
-    prepare_phase(&w, &m->head, wanted.count, &(source){wanted.x, m->hidden, NULL, &m->final_norm, NULL});
-    head_phase(&w, &m->head, wanted.count);
+    if (s->states_out) states_phase(&w, final_norm, &wanted);
+    prepare_phase(&w, &m->head, s->num_logit_rows, &(source){wanted.x, m->hidden, NULL, final_norm, NULL});
+    head_phase(&w, &m->head, s->num_logit_rows);
 }
 
 /* Sorts the rows by adapter: all rows, and the rows whose logits are needed. */
@@ -134,7 +171,7 @@ static void find_adapters(engine *e)
     workspace *work = &e->work;
     if (!s->num_adapters) return;
     lora_sort(&work->lora, s->adapter_of, NULL, s->num_tokens, &work->lora_tokens);
-    lora_sort(&work->lora, s->adapter_of, s->logit_rows, s->num_logit_rows, &work->lora_kept);
+    lora_sort(&work->lora, s->adapter_of, s->rows, s->num_rows, &work->lora_kept);
 }
 
 /* Finds the families of each layer group. Their size is limited so that every thread gets units of attention. */
@@ -171,7 +208,7 @@ engine *engine_create(const model *m, const cache *caches, int num_threads)
     e->pool = pool_create(num_threads);
     e->model = m;
     e->caches = caches;
-    e->num_phases = 40 * m->num_layers + 4 * m->num_streams + 8; /* at most */
+    e->num_phases = 40 * m->num_layers + 4 * m->num_streams + 12; /* at most */
     e->phases = calloc((size_t)e->num_phases, sizeof(phase));
     if (e->pool && e->phases) return e;
     engine_destroy(e);

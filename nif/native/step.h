@@ -15,6 +15,7 @@
 typedef struct {
     float *x, *qkv, *attended, *activated, *kept; /* kept: the rows whose logits are needed */
     float *heads; /* of latent attention: the queries of all heads, later their values */
+    float *pairs; /* [token, 2 * hidden]: the input of the MTP layer */
     float *branch; /* a part's output, if it is not added to x at once */
     void *operand;
     uint8_t *factors; /* group_factors or digit_factors */
