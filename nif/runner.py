@@ -329,7 +329,7 @@ class StateRunner(Protocol):
 
 
 @runtime_checkable
-class PredictingRunner(Protocol):
+class PredictingRunner(Runner, Protocol):
     """A runner that may have the layer of multi-token prediction (MTP): it guesses the token after the next one.
 
     The layer has keys and values for each position, in the blocks of one layer group. Those of position p are of the

@@ -5,7 +5,8 @@
     drafts.took(draws)
 
 Guesses come from the sequence's grammar where it allows only one text, from prompt lookup in the sequence's own tokens,
-or from a draft model (nif/context/draft_model.py): for each sequence from the best of them. A draft costs rows of a
+or from a draft model (nif/context/draft_model.py), or from the model's own multi-token head
+(nif/context/multi_token_head.py): for each sequence from the best of them. A draft costs rows of a
 forward, and saves a step where it is right. Both sides are measured. A lookup guesses every token, drafted or not,
 which costs no forward. The hit rates of a grammar and a draft model are known from their verified drafts. The cost of a
 row comes from the model of step time (nif/step_time.py). So drafting begins where it pays and ends where it does not.
@@ -17,8 +18,7 @@ from itertools import takewhile
 from math import inf
 
 from genbatch.actors.batcher.generation import Generation
-from genbatch.nif.context.draft_model import DRAFTED_SEQUENCES
-from genbatch.nif.context.runs import Drafted, Drafter
+from genbatch.nif.context.drafters import DRAFTED_SEQUENCES, Drafted, Drafter
 from genbatch.nif.sampling.prompt_lookup import PromptLookup
 from genbatch.nif.sampling.sampler import Sampled, SampleFault
 from genbatch.nif.step_costs import StepWork
@@ -96,6 +96,7 @@ class RunDrafts:
         self._drafter = drafter
         self._drafted: list[Drafted] = []
         self._sequences = sequences
+        self._slots = [sequence.decode_slots[0] for sequence in sequences] if drafter is not None else []
         # The number of tokens that each sequence may still draw.
         self._left = [sequence.max_new_tokens - sequence.num_generated for sequence in sequences]
         self._lengths = [0] * len(sequences)  # of the draft model's current drafts
@@ -112,7 +113,8 @@ class RunDrafts:
         self._num_keys += sum(len(sequence.tokens) for sequence in self._sequences)
         if self._drafter is not None:
             self._drafted = [
-                Drafted(sequence.request_id, list(sequence.tokens), sequence.sampler) for sequence in self._sequences
+                Drafted(sequence.request_id, slot, list(sequence.tokens), sequence.sampler)
+                for slot, sequence in zip(self._slots, self._sequences, strict=True)
             ]
 
     @property

@@ -21,7 +21,9 @@ from typing import TypeAlias, TypeVar
 
 import numpy as np
 
-from genbatch.nif.context.runs import DecodeRun, Drafter, Kept, OverlappedRun, Read, Steps, lay_out
+from genbatch.nif.context.drafters import Drafter
+from genbatch.nif.context.multi_token_head import MultiTokenHead
+from genbatch.nif.context.runs import DecodeRun, Kept, OverlappedRun, Read, Steps, lay_out
 from genbatch.nif.cuda_device import is_out_of_memory
 from genbatch.nif.errors import AdapterError, BatchError, OptionError
 from genbatch.nif.kv.cache_size import group_blocks
@@ -40,6 +42,7 @@ from genbatch.nif.runner import (
     LaunchingRunner,
     Logits,
     LoraAdapter,
+    PredictingRunner,
     RaggedBatch,
     ReadsBlocks,
     Rows,
@@ -82,7 +85,8 @@ class Context:
         max_per_sequence: most positions one sequence may take; None means that only the pool limits a sequence.
         allow_block_sharing: whether finished blocks may be reused by content (the prefix cache).
         adapters: the model's loaded adapters; they outlive the context.
-        drafter: guesses tokens for decode runs to verify; the context closes it.
+        drafter: guesses tokens for decode runs to verify; the context closes it. None: the runner's multi-token head
+            guesses, if the runner has one.
         disk: keeps the blocks of the prefix cache, for a model of one layer group; the context closes it.
 
     Raises:
@@ -113,7 +117,6 @@ class Context:
             raise OptionError("n_batch", f"must be at least 1, not {n_batch}")
         self.model = model
         self.runner = runner
-        self.drafter = drafter
         self.n_batch = n_batch
         self.num_sequences = n_parallel + n_held
         if num_blocks is None:
@@ -140,6 +143,9 @@ class Context:
         for adapter in self.adapters.values():
             self.prepare_adapter(adapter)
         self._adapter_handles = frozenset({0, *(adapter.handle for adapter in self.adapters.values())})
+        self._predictor = runner if isinstance(runner, PredictingRunner) and runner.mtp_group is not None else None
+        self._head = None if self._predictor is None else MultiTokenHead(self._predictor, self.kv, model.vocab_size)
+        self.drafter: Drafter | None = drafter or self._head
         self._chooser = runner if isinstance(runner, ChoosingRunner) else None
         self._launcher = runner if isinstance(runner, LaunchingRunner) else None
         self._texts: dict[int, Detokenizer] = {}
@@ -352,6 +358,8 @@ class Context:
             BatchError: the range does not fit either sequence.
         """
         self.kv.seq_cp(src, dst, p0, p1)
+        if self._head is not None:
+            self._head.copied(src, dst)
 
     def seq_rm(self, seq_id: int, p0: int = 0, p1: int | None = None) -> None:
         """Remove positions [p0, p1) of a sequence, its tail or all of it; the blocks return to the pool.
@@ -360,6 +368,8 @@ class Context:
             BatchError: the range would leave a hole: later positions were computed from it.
         """
         self.kv.seq_rm(seq_id, p0, p1)
+        if self._head is not None:
+            self._head.missed([seq_id])
         if self.kv.length(seq_id) == 0:
             # The next sequence in this slot must not inherit half of a code point.
             # guard: a slot forgets
@@ -483,6 +493,7 @@ class Context:
     ) -> T:
         """Run one forward; see `runs.Forward`."""
         reservation = self.kv.reserve(steps)
+        states: np.ndarray | None = None
         try:
             for group, pairs in enumerate(reservation.copies):
                 if pairs:
@@ -492,6 +503,9 @@ class Context:
                 assert isinstance(self.runner, StateRunner), "nobody asks a runner without states for them"
                 logits, hidden = self.runner.forward_states(laid_out)
                 result = read(logits, None, hidden)
+            elif self._predictor is not None and self._head is not None and self._head.follows(len(steps)):
+                *chosen, states = self._predictor.forward_states(laid_out, with_logits=with_logits)
+                result = read(*chosen)
             elif self._chooser is not None:
                 result = read(*self._chooser.forward_largest(laid_out, with_logits=with_logits))
             else:
@@ -501,8 +515,28 @@ class Context:
             # guard: a step that failed is undone
             reservation.rollback()
             raise
-        reservation.commit(None if kept is None else kept(result))
+        evaluated = None if kept is None else kept(result)
+        reservation.commit(evaluated)
+        if self._head is not None:
+            _tell_head(self._head, steps, evaluated, states)
         return result
+
+
+def _tell_head(
+    head: MultiTokenHead, steps: Steps, evaluated: Sequence[Sequence[int]] | None, states: np.ndarray | None
+) -> None:
+    """Tell the multi-token head of a step that was committed.
+
+    Args:
+        evaluated: each entry's tokens that were committed; None: all.
+        states: the rows in front of the head of all the step's tokens; None if they were not computed.
+    """
+    if states is None:
+        head.missed([seq_id for seq_id, _, _ in steps])
+        return
+    counts = map(len, evaluated or [tokens for _, tokens, _ in steps])
+    entries = [(seq_id, n_past, count) for (seq_id, _, n_past), count in zip(steps, counts, strict=True)]
+    head.saw(entries, np.split(states, list(accumulate(len(tokens) for _, tokens, _ in steps))[:-1]))
 
 
 def _split(rows: Rows, counts: Sequence[int]) -> list[Rows]:

@@ -15,28 +15,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from genbatch.nif.context.context import Context
-from genbatch.nif.context.runs import Drafted
+from genbatch.nif.context.drafters import DRAFTED_SEQUENCES, NEWEST_TIME, Drafted, HitRates
 from genbatch.nif.errors import OutOfBlocks
 from genbatch.nif.runner import Entry, Logits
 from genbatch.nif.sampling.sampler import SamplerState
 
 log = logging.getLogger("genbatch")
 
-# The most sequences that a draft model follows: as many as a run with drafts has.
-DRAFTED_SEQUENCES = 4
 # Each has a sequence in the draft model's context, and a scratch sequence for its draft.
 NUM_SLOTS = 2 * DRAFTED_SEQUENCES
 # The most tokens of a prompt that the draft model reads between two steps of the large model, so that no gap between
 # two tokens grows much.
 MAX_CATCH_UP = 64
-# The assumed share of right tokens before the first draft.
-UNTRIED = 0.7
-# The weight of the newest token in a sequence's share of right tokens, and in that of all sequences.
-NEWEST, NEWEST_OF_ALL = 0.1, 0.02
-# How far a share moves back to `UNTRIED` in a step without a draft, so that drafting is tried again.
-FORGETTING = 0.005
-# The weight of the newest forward in the measured time of a forward.
-NEWEST_TIME = 0.1
 
 
 @dataclass(slots=True)
@@ -46,11 +36,9 @@ class _Follower:
     Args:
         seq_id: its slot in the draft model's context.
         evaluated: the number of the sequence's tokens in the slot.
-        chance: the recent share of drafted tokens that were right.
     """
 
     seq_id: int
-    chance: float
     evaluated: int = 0
 
 
@@ -71,7 +59,7 @@ class DraftModel:
         self._scratch = list(range(DRAFTED_SEQUENCES, NUM_SLOTS))
         self._vocab_size = vocab_size
         self._has_failed = False
-        self._usual = UNTRIED  # the share of all sequences, with which a new one begins
+        self._rates = HitRates()
         self.seconds = 0.0  # spent in forwards, in all
         self._ctx.rehearse(1)
         began = time.perf_counter()
@@ -80,23 +68,11 @@ class DraftModel:
 
     def chance(self, key: int) -> float:
         """Return the estimated probability that a drafted token of this sequence is right."""
-        if self._has_failed:
-            return 0.0
-        follower = self._followers.get(key)
-        return self._usual if follower is None else follower.chance
+        return 0.0 if self._has_failed else self._rates.chance(key)
 
     def verified(self, key: int, num_drafted: int, num_right: int) -> None:
         """Learn from a step of the large model: how many of the drafted tokens were right."""
-        follower = self._followers.get(key)
-        if follower is None:
-            return
-        if num_drafted == 0:
-            follower.chance += FORGETTING * (UNTRIED - follower.chance)
-        # The token after the first wrong one says nothing.
-        for place in range(min(num_drafted, num_right + 1)):
-            is_right = place < num_right
-            follower.chance += NEWEST * (is_right - follower.chance)
-            self._usual += NEWEST_OF_ALL * (is_right - self._usual)
+        self._rates.verified(key, num_drafted, num_right)
 
     def propose(self, sequences: Sequence[Drafted], lengths: Sequence[int]) -> list[list[int]]:
         """Draft up to `lengths[i]` tokens for each sequence; [] while the draft model still reads its prompt."""
@@ -193,7 +169,7 @@ class DraftModel:
             if not self._free:
                 current = {sequence.key for sequence in sequences}
                 self._forget(next(other for other in self._followers if other not in current))
-            follower = self._followers[key] = _Follower(self._free.pop(), self._usual)
+            follower = self._followers[key] = _Follower(self._free.pop())
         self._followers.move_to_end(key)
         return follower
 

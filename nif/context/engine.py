@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from genbatch.nif.context.context import Context
-from genbatch.nif.context.draft_model import DRAFTED_SEQUENCES, MAX_CATCH_UP, NUM_SLOTS, DraftModel
+from genbatch.nif.context.draft_model import MAX_CATCH_UP, NUM_SLOTS, DraftModel
+from genbatch.nif.context.drafters import DRAFTED_SEQUENCES
 from genbatch.nif.cores import available_cores
 from genbatch.nif.cuda_device import choose_device, has_gpu
-from genbatch.nif.engine_options import GPU_ONLY, EngineOptions, check_dtype
+from genbatch.nif.engine_options import GPU_ONLY, OWN_DRAFT, EngineOptions, check_dtype
 from genbatch.nif.errors import AdapterError, ModelError, OptionError
 from genbatch.nif.free_memory import free_host_memory
 from genbatch.nif.kv.cache_size import CacheLimits, CacheSize, FreeMemory, StepShape, cache_size, gpu_memory
@@ -80,9 +81,10 @@ class Engine:
         drafter, reserved = self._open_drafter(n_batch)
         try:
             context = self._open_context(n_parallel, n_held, n_batch, drafter, reserved)
-            if drafter is not None and not context.can_verify:
+            if self.options.draft and not (context.can_verify and context.drafter is not None):
                 context.runner.close()
-                raise OptionError("draft", f"the runner {context.runner.name} cannot verify drafts exactly")
+                lacks = "has no multi-token head" if context.can_verify else "cannot verify drafts exactly"
+                raise OptionError("draft", f"the runner {context.runner.name} {lacks}")
         except BaseException:
             if drafter is not None:
                 drafter.close()
@@ -227,7 +229,7 @@ def load_engine(options: EngineOptions, progress: Progress | None = None) -> Eng
     if engine.model.tokenizer.has_chat_template:
         engine.model.tokenizer.renderer.prepare()
     load_adapters(engine, options.lora)
-    if options.draft:
+    if options.draft not in ("", OWN_DRAFT):
         engine.draft = _load_draft(engine.model, options, progress)
     return engine
 
@@ -426,7 +428,8 @@ def choose_runner(model: Model, options: EngineOptions) -> Callable[[int, int], 
     if options.quantize in GPU_ONLY:
         raise OptionError("quantize", f"{options.quantize} is for the triton runner on a GPU; a CPU has int8 and int4")
     try:
-        weights = ModelWeights(model, _quantize(options), cache_bytes=int(options.weights_cache * 2**30))
+        cache_bytes = int(options.weights_cache * 2**30)
+        weights = ModelWeights(model, _quantize(options), cache_bytes=cache_bytes, mtp=options.draft == OWN_DRAFT)
     except NativeUnavailable as unavailable:
         if model.weights is not None:
             raise  # the caller loads the weights into a module and calls this function again

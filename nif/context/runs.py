@@ -227,44 +227,6 @@ class Forward(Protocol):
     ) -> T: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Drafted:
-    """A sequence to draft for.
-
-    Args:
-        key: tells the sequence from all others.
-        tokens: its prompt and its output so far.
-        sampler: draws its tokens; a draft is drawn with a fork of it.
-    """
-
-    key: int
-    tokens: list[int]
-    sampler: SamplerState
-
-
-class Drafter(Protocol):
-    """Guesses the next tokens of a run's sequences; `DraftModel` implements it."""
-
-    forward_s: float  # the measured seconds of a forward that drafts one token for each sequence
-    seconds: float  # spent on drafts, in all
-
-    def chance(self, key: int) -> float:
-        """Return the estimated probability that a drafted token of this sequence is right."""
-        ...
-
-    def propose(self, sequences: Sequence[Drafted], lengths: Sequence[int]) -> list[list[int]]:
-        """Draft up to `lengths[i]` tokens for each sequence."""
-        ...
-
-    def verified(self, key: int, num_drafted: int, num_right: int) -> None:
-        """Learn from a step: how many of the drafted tokens were right."""
-        ...
-
-    def close(self) -> None:
-        """Release the drafter's memory."""
-        ...
-
-
 class DecodeRun:
     """Runs decode steps one after another. `OverlappedRun` has the same methods and launches one step ahead.
 

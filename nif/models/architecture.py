@@ -244,7 +244,7 @@ class AltUpNames:
 class MtpNames:
     """Multi-token prediction (MTP): one more layer, which guesses the token after the one that the model draws.
 
-    The layer reads the embedding of a token, and the row that the model had in front of its head at the position before.
+    The layer reads the embedding of a token, and the row that the model had in front of its head one position before.
     It is of the kind of the model's last layer that attends, and shares the model's head.
 
     Args:

@@ -87,7 +87,7 @@ class LayerLoader:
         self._cached = layer_shapes(self._config)
 
     def mtp(self, names: MtpNames, like: int) -> Mtp:
-        """Build the MTP layer, of the kind of layer `like`; the caller sets its place in a group and its rotary table."""
+        """Build the MTP layer, of the kind of layer `like`; the caller sets its group and its rotary table."""
         own, hidden = self._architecture.tensors.layer.format(like), self._config.hidden_size
         shapes = {name.removeprefix(own): shape for name, shape in self._shapes.items() if name.startswith(own)}
         self._shapes = {**self._shapes, **{names.layer + name: shape for name, shape in shapes.items()}}

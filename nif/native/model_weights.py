@@ -255,9 +255,9 @@ class ModelWeights:
         """
         names = architecture.mtp
         if names is None:
-            raise OptionError("draft", f"{model.name} is of a family without multi-token heads (MTP) that run here")
+            raise OptionError("draft", f"multi-token heads (MTP) of the family of {model.name} do not run here")
         if model.weights is None or f"{names.input}.weight" not in model.weights.names():
-            raise OptionError("draft", f"the files of {model.name} have no multi-token head (MTP): {names.input} is missing")
+            raise OptionError("draft", f"the files of {model.name} have no multi-token head (MTP): {names.input}")
         last = _last_attending(model, architecture)
         group_id = next(i for i, group in enumerate(self.groups) if last in group.layers and not group.recurs)
         group = self.groups[group_id]

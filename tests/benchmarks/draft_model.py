@@ -21,8 +21,8 @@ import gguf
 import numpy as np
 import trio
 
+from genbatch.nif.context.drafters import Drafted, Drafter
 from genbatch.nif.context.engine import load_engine
-from genbatch.nif.context.runs import Drafted, Drafter
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.models.model_source import no_progress, resolve_model
 from tests.benchmarks.prompt_lookup import CHAT, open_batcher, take_turns

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import TypeAlias
 
 import trio
 
@@ -70,16 +71,23 @@ SCHEMA = {
 }
 
 
-async def timed(ref: ActorRef, questions: Sequence[str], **fields: object) -> tuple[float, float, list[list[int]]]:
+Question: TypeAlias = str | list[int]  # a user's message, or a prompt's tokens
+
+
+async def timed(ref: ActorRef, questions: Sequence[Question], **fields: object) -> tuple[float, float, list[list[int]]]:
     """Return the seconds from the first token to the last, the CPU seconds from the call, and the answers."""
     answers: list[list[int]] = [[] for _ in questions]
     first = [0.0] * len(questions)
 
-    async def ask(index: int, question: str) -> None:
+    async def ask(index: int, question: Question) -> None:
         def on_token(token: object) -> None:
             first[index] = first[index] or time.perf_counter()
 
-        wanted = GenerateRequest(messages=[Message(role="user", content=question)], **fields)  # type: ignore[arg-type]
+        if isinstance(question, str):
+            asked = {"messages": [Message(role="user", content=question)]}
+        else:
+            asked = {"token_ids": question}
+        wanted = GenerateRequest(**asked, **fields)  # type: ignore[arg-type]
         result = await ref.call(Generate(wanted, on_token), timeout=None)
         assert isinstance(result, Result)
         answers[index] = result.token_ids
@@ -126,7 +134,7 @@ async def open_batcher(nursery: trio.Nursery, engine: Engine, *, drafts: bool, p
 
 
 async def take_turns(
-    pair: dict[bool, Batcher], questions: Sequence[str], size: int, rounds: int, **fields: object
+    pair: dict[bool, Batcher], questions: Sequence[Question], size: int, rounds: int, **fields: object
 ) -> Turns:
     """Measure `size` requests at once without and with drafts, round by round; the first round warms up.
 

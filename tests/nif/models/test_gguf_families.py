@@ -2,10 +2,11 @@
 
 import importlib.util
 import re
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
 import gguf
@@ -239,14 +240,24 @@ def put_number(writer: gguf.GGUFWriter, key: str, value: float) -> None:
         writer.add_uint32(key, value)
 
 
-def put_metadata(writer: gguf.GGUFWriter, name: str, config: Any) -> None:
+MTP_NAMES = {
+    "mtp.fc.weight": "nextn.eh_proj.weight",
+    "mtp.pre_fc_norm_embedding.weight": "nextn.enorm.weight",
+    "mtp.pre_fc_norm_hidden.weight": "nextn.hnorm.weight",
+    "mtp.norm.weight": "nextn.shared_head_norm.weight",
+}
+"""Tensors that only the layer of multi-token prediction has, which is the last one in a file."""
+
+
+def put_metadata(writer: gguf.GGUFWriter, name: str, config: Any, num_mtp: int = 0) -> None:
     arch = gguf.MODEL_ARCH_NAMES[ARCH[name]]
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = config.rope_parameters
     eps = "layer_norm_epsilon" if name in EPS else "layer_norm_rms_epsilon"
     values = {
         "context_length": config.max_position_embeddings,
-        "block_count": config.num_hidden_layers,
+        "block_count": config.num_hidden_layers + num_mtp,
+        **({"nextn_predict_layers": num_mtp} if num_mtp else {}),
         "feed_forward_length": getattr(config, "intermediate_size", 32),
         "embedding_length": config.hidden_size,
         "attention.head_count": config.num_attention_heads,
@@ -379,13 +390,17 @@ def put_recurrence(writer: gguf.GGUFWriter, config: Any, key: str, data: np.ndar
         writer.add_tensor(f"blk.{layer}.{stored[part]}", data)
 
 
-def put_tensors(writer: gguf.GGUFWriter, name: str, model: Any) -> None:
+def put_tensors(
+    writer: gguf.GGUFWriter, name: str, model: Any, mtp: Mapping[str, torch.Tensor] = MappingProxyType({})
+) -> None:
     config, family = model.config, family_of(gguf.MODEL_ARCH_NAMES[ARCH[name]], family_keys(name))
     assert family is not None
     numbers: dict[str, list[float]] = {}  # of the layers, which a file has as metadata
     stacked: dict[str, list[np.ndarray]] = {}  # norms of each head and matrices, which a file has as one tensor
-    names = gguf.get_tensor_name_map(ARCH[name], config.num_hidden_layers)
-    for key, parameter in model.state_dict().items():
+    names = gguf.get_tensor_name_map(ARCH[name], config.num_hidden_layers + bool(mtp))
+    last = f"model.layers.{config.num_hidden_layers}."
+    layer_of_mtp = {key.replace("mtp.layers.0.", last): tensor for key, tensor in mtp.items()}
+    for key, parameter in (model.state_dict() | layer_of_mtp).items():
         if key == "lm_head.weight" and config.tie_word_embeddings:
             continue
         data = parameter.numpy()
@@ -396,6 +411,9 @@ def put_tensors(writer: gguf.GGUFWriter, name: str, model: Any) -> None:
             data = data[:, 0]
         if "norm" in key and key.endswith("weight"):
             data = data - np.float32(family.norm_offset)
+        if key in MTP_NAMES:
+            writer.add_tensor(f"blk.{config.num_hidden_layers}.{MTP_NAMES[key]}", data)
+            continue
         if family.rotates_pairs and re.search(r"\.[qk]_proj\.(weight|bias)$", key):
             heads = config.num_attention_heads if "q_proj" in key else config.num_key_value_heads
             data = data.reshape(heads, 2, -1, *data.shape[1:]).swapaxes(1, 2).reshape(data.shape)
@@ -475,11 +493,11 @@ def put_gpt_oss(writer: gguf.GGUFWriter, key: str, data: np.ndarray) -> None:
         writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.{suffix}", np.ascontiguousarray(values))
 
 
-def written(path: Path, name: str, model: Any) -> GgufFile:
+def written(path: Path, name: str, model: Any, mtp: Mapping[str, torch.Tensor] = MappingProxyType({})) -> GgufFile:
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[ARCH[name]])
-    put_metadata(writer, name, model.config)
+    put_metadata(writer, name, model.config, num_mtp=int(bool(mtp)))
     put_tokenizer(writer, model.config.vocab_size)
-    put_tensors(writer, name, model)
+    put_tensors(writer, name, model, mtp)
     if name == "gemma3n":
         put_unread_keys(writer, model.config)
     writer.write_header_to_file()
