@@ -337,6 +337,7 @@ class PredictingRunner(Runner, Protocol):
     bring them along.
     """
 
+    hidden_size: int  # of a row
     mtp_group: int | None  # of the layer's keys; None without the layer
     predicted: npt.NDArray[np.bool_]  # [num_blocks, block_size]: the positions whose keys of the layer were written
 

@@ -82,8 +82,8 @@ class MultiTokenHead:
     An error of the layer never fails a request: it is logged once, and drafting ends.
 
     Args:
-        runner: computes the layer; its pool is empty.
-        kv: holds the sequences.
+        runner: computes the layer.
+        kv: holds the sequences, none so far.
         vocab_size: the width of the logits.
     """
 
@@ -97,7 +97,8 @@ class MultiTokenHead:
         self._has_failed = False
         self._rates = HitRates()
         self.seconds = 0.0  # spent on drafts, in all
-        self.forward_s = 0.0
+        self._rehearse()  # touches the layer's weights
+        self.forward_s = self._rehearse()
 
     def chance(self, key: int) -> float:
         """Return the estimated probability that a drafted token of this sequence is right."""
@@ -110,6 +111,18 @@ class MultiTokenHead:
     def close(self) -> None:
         """Forget all rows."""
         self._waiting.clear()
+
+    def _rehearse(self) -> float:
+        """Return the seconds of a forward that drafts one token."""
+        began = time.perf_counter()
+        reservation = self._kv.reserve([(0, (0,), 0)])
+        try:
+            part = _Part(0, 0, 0, (0,), np.zeros((1, self._runner.hidden_size), np.float32))
+            self._read([part], draws=True, with_logits=False)
+        finally:
+            reservation.rollback()
+            self._runner.predicted[:] = False
+        return time.perf_counter() - began
 
     # The model's steps
 
@@ -130,7 +143,7 @@ class MultiTokenHead:
                 waiting = self._waiting.get(seq_id)
                 if waiting is None or waiting.end != n_past:
                     waiting = self._waiting[seq_id] = _Waiting(n_past, [])
-                waiting.rows.append(rows[:count])
+                waiting.rows.append(rows[:count].copy())  # a view would keep the whole step's rows in memory
                 if waiting.end - waiting.first > MAX_WAITING:
                     parts += self._take(seq_id, self._kv.tokens(seq_id), waiting)
             if parts:
@@ -218,8 +231,7 @@ class MultiTokenHead:
             samplers[i].accept(draw.token_id)
             if len(drafts[i]) < lengths[i] and not samplers[i].is_slow:
                 following[i] = _Part(part.seq_id, part.begin, end, (draw.token_id,), row[None])
-        took = time.perf_counter() - began
-        self.forward_s += (NEWEST_TIME if self.forward_s else 1.0) * (took - self.forward_s)
+        self.forward_s += NEWEST_TIME * (time.perf_counter() - began - self.forward_s)
         return following
 
     # The layer
@@ -233,7 +245,7 @@ class MultiTokenHead:
         end = min(waiting.end, len(tokens) - 1)
         rows = np.concatenate(waiting.rows)
         taken = rows[: end - waiting.first]
-        first, waiting.first, waiting.rows = waiting.first, end, [rows[end - waiting.first :]]
+        first, waiting.first, waiting.rows = waiting.first, end, [rows[end - waiting.first :].copy()]
         begin = self._begin(seq_id, first)
         if begin > first:  # the rows up to the next block follow a gap in their own
             first, taken = begin, taken[begin - first :]

@@ -102,6 +102,7 @@ class NativeRunner:
         self.quantize = weights.quantize
         self.vocab_size = weights.model.vocab_size
         self.groups = weights.groups
+        self.hidden_size = int(weights.struct.hidden)
         self.mtp_group = weights.mtp_group
         self.predicted = np.empty((0, 0), np.bool_)
         self._weights = weights
@@ -129,7 +130,7 @@ class NativeRunner:
         # Of `best` and `states` only whether they are there is read.
         step = Step(num_tokens=num_tokens, num_entries=num_sequences, **rows, best=1, states=predicts)
         total: int = self._library.step_bytes(ctypes.byref(self._shape), ctypes.byref(step), self._n_threads)
-        return total if predicts is None else total + 2 * num_tokens * int(self._shape.hidden) * 4
+        return total if predicts is None else total + 2 * num_tokens * self.hidden_size * 4
 
     def allocate(self, num_blocks: Sequence[int], block_size: int) -> None:
         """Makes the KV pool: `num_blocks[g]` zeroed blocks for group g."""
@@ -185,11 +186,11 @@ class NativeRunner:
         self, batch: RaggedBatch, *, with_logits: bool
     ) -> tuple[npt.NDArray[np.float32] | None, Largest, npt.NDArray[np.float32]]:
         """See `PredictingRunner`."""
-        others = np.setdiff1d(np.arange(batch.input_ids.size), batch.logit_rows)
+        others = np.delete(np.arange(batch.input_ids.size), batch.logit_rows)
         rows = np.concatenate((batch.logit_rows, others))
-        found = np.empty((rows.size, int(self._shape.hidden)), np.float32)
+        found = np.empty((rows.size, self.hidden_size), np.float32)
         logits, largest = self._chosen(batch, with_logits=with_logits, rows=rows, states_out=found)
-        states = np.empty((batch.input_ids.size, found.shape[1]), np.float32)
+        states = np.empty((batch.input_ids.size, self.hidden_size), np.float32)
         states[rows] = found
         return logits, largest, states
 
@@ -197,7 +198,7 @@ class NativeRunner:
         self, batch: RaggedBatch, states: npt.NDArray[np.float32], *, with_logits: bool
     ) -> tuple[npt.NDArray[np.float32] | None, Largest, npt.NDArray[np.float32]]:
         """See `PredictingRunner`."""
-        found = np.empty((batch.logit_rows.size, states.shape[1]), np.float32)
+        found = np.empty((batch.logit_rows.size, self.hidden_size), np.float32)
         return *self._chosen(batch, with_logits=with_logits, states=states, states_out=found), found
 
     def _chosen(
