@@ -63,7 +63,7 @@ class DraftCosts:
         if time is None:
             return inf  # the first step has no drafts, as the baseline
         plain_s = time.seconds(StepWork(decodes=num_sequences, keys=num_keys))
-        return max(LEAST_PRICE, (self._discount * time.draft + guess_s) / plain_s)
+        return max(LEAST_PRICE, self._discount * (time.draft + guess_s) / plain_s)
 
     def took(self, num_drafted: int) -> None:
         """Book a step; while nothing is drafted, the price falls so that drafting is tried again."""

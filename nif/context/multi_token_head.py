@@ -256,7 +256,7 @@ class MultiTokenHead:
     def _begin(self, seq_id: int, first: int) -> int:
         """Return the position from which the layer's keys are there without a gap; beyond `first` in the next block."""
         size = self._kv.block_size
-        blocks = np.frombuffer(self._kv.block_table(self._group, seq_id), np.int32)[: -(-first // size)]
+        blocks = self._blocks(seq_id)[: -(-first // size)]
         there = self._runner.predicted[blocks]
         if first % size:
             there[-1, first % size :] = True
@@ -275,8 +275,7 @@ class MultiTokenHead:
         kv_lens = n_past + counts
         table = np.zeros((len(parts), -(-int(kv_lens.max()) // size)), np.int32)
         for row, part in zip(table, parts, strict=True):
-            own = np.frombuffer(self._kv.block_table(self._group, part.seq_id), np.int32)
-            own = own[part.begin // size :][: len(row)]
+            own = self._blocks(part.seq_id)[part.begin // size :][: len(row)]
             row[: len(own)] = own
         slots = table[owner, positions // size].astype(np.int64) * size + positions % size
         # The layer reads no other group.
@@ -293,6 +292,10 @@ class MultiTokenHead:
             max_kv_len=int(kv_lens.max()),
         )
         return self._runner.predict(batch, np.concatenate([part.states for part in parts]), with_logits=with_logits)
+
+    def _blocks(self, seq_id: int) -> npt.NDArray[np.int32]:
+        # A copy: an error keeps the arrays of its frames, and a table with a view cannot be rolled back.
+        return np.array(self._kv.block_table(self._group, seq_id), np.int32)
 
     def _fail(self) -> None:
         log.exception("the multi-token head failed; it drafts nothing from now on")

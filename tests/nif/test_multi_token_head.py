@@ -264,15 +264,26 @@ def test_the_heads_keys_count_as_keys(pair: MtpPair) -> None:
     assert with_head.step_bytes(64, 4) > plain.step_bytes(64, 4)
 
 
-def test_a_head_that_fails_drafts_nothing_and_fails_nobody(right: MtpPair, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("_cheap")
+@pytest.mark.parametrize("failing", [3, 4, 5, 6])
+def test_a_head_that_fails_drafts_nothing_and_fails_nobody(
+    right: MtpPair, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    """Two forwards rehearse. The next ones draft a first token and further ones."""
     plain, _ = trio.run(lambda: answers(right.path, "", [{"temperature": 0}]))
+    predict, count = NativeRunner.predict, 0
 
-    def failing(*_: object, **__: object) -> None:
-        raise MemoryError("no room")
+    def fails(*given: Any, **options: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count >= failing:
+            raise MemoryError("no room")
+        return predict(*given, **options)
 
-    monkeypatch.setattr(NativeRunner, "predict", failing)
+    monkeypatch.setattr(NativeRunner, "predict", fails)
     answer, counted = trio.run(lambda: answers(right.path, "self", [{"temperature": 0}]))
-    assert answer == plain and counted["drafted_tokens"] == 0
+    assert answer == plain and count == failing
+    assert counted["drafted_tokens"] < 10
 
 
 def test_what_has_no_head_is_refused(pair: MtpPair, tmp_path: Path) -> None:
