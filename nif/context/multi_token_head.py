@@ -32,7 +32,7 @@ from genbatch.nif.sampling.sampler import SamplerState
 
 log = logging.getLogger("genbatch")
 
-Floats = npt.NDArray[np.float32]
+StateRows = npt.NDArray[np.float32]
 
 # With this many rows of a sequence the layer reads them at once, without a draft.
 MAX_WAITING = 32
@@ -50,7 +50,7 @@ class _Waiting:
     """
 
     first: int
-    rows: list[Floats]
+    rows: list[StateRows]
 
     @property
     def end(self) -> int:
@@ -73,7 +73,7 @@ class _Part:
     begin: int
     first: int
     tokens: Sequence[int]
-    states: Floats
+    states: StateRows
 
 
 class MultiTokenHead:
@@ -130,7 +130,7 @@ class MultiTokenHead:
         """Whether the layer reads the rows of a step of so many sequences; more of them would wait too long for it."""
         return num_sequences <= DRAFTED_SEQUENCES and not self._has_failed
 
-    def saw(self, entries: Sequence[tuple[int, int, int]], states: Sequence[Floats]) -> None:
+    def saw(self, entries: Sequence[tuple[int, int, int]], states: Sequence[StateRows]) -> None:
         """Take the rows of a step that was committed.
 
         Args:
@@ -264,7 +264,9 @@ class MultiTokenHead:
         gaps = np.flatnonzero(missing > size // GAP)
         return int(gaps[-1] + 1) * size if gaps.size else 0
 
-    def _read(self, parts: Sequence[_Part], *, draws: bool, with_logits: bool) -> tuple[Floats | None, Largest, Floats]:
+    def _read(
+        self, parts: Sequence[_Part], *, draws: bool, with_logits: bool
+    ) -> tuple[StateRows | None, Largest, StateRows]:
         """Run the layer over the parts; returns logits and rows of the last position of each part if it `draws`."""
         size, num_groups = self._kv.block_size, len(self._kv.groups)
         counts = np.array([len(part.tokens) for part in parts], np.int64)
