@@ -8,6 +8,7 @@ By hand: LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=l
 import importlib
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -16,6 +17,7 @@ import torch
 
 from genbatch.nif.cuda_device import CPU
 from genbatch.nif.models.architectures import layer_groups
+from genbatch.nif.models.model import describe_model
 from genbatch.nif.native import model_weights
 from genbatch.nif.native.build import build_library, native_flags
 from genbatch.nif.native.library import STORED, open_library
@@ -88,6 +90,25 @@ def run_adapters() -> None:
             tests.test_logits_are_pefts_whatever_is_merged(name, Path(folder))
 
 
+def run_predictions(quantize: str) -> None:
+    """The layer of multi-token prediction, with logits of some rows, of all rows, and of none."""
+    module_of("models")
+    with tempfile.TemporaryDirectory() as folder:
+        importlib.import_module("tests.nif.mtp_models").random_pair("qwen3_5", Path(folder))
+        model = describe_model(folder)
+        assert model is not None
+        runner = NativeRunner(model_weights.ModelWeights(model, quantize, mtp=True), n_threads=2)
+        groups = len(runner.groups)
+        runner.allocate([2 * BLOCKS] * groups, BLOCK_SIZE)
+        for start, stop in ((0, 33), (33, 34), (34, BLOCKS * BLOCK_SIZE)):
+            step = batch(start, stop, 0, groups)
+            for rows in (step.logit_rows[::5], step.logit_rows[:0], step.logit_rows):
+                _, _, states = runner.forward_states(replace(step, logit_rows=rows), with_logits=True)
+                logits, _, states_out = runner.predict(replace(step, logit_rows=rows), states, with_logits=True)
+                assert logits is not None and np.isfinite(logits).all() and len(states_out) == len(rows)
+        runner.close()
+
+
 def main(sanitizers: str) -> None:
     """Prints each mode that came through."""
     models = module_of("models")
@@ -130,6 +151,9 @@ def main(sanitizers: str) -> None:
             weights = model_weights.ModelWeights(model, mode if mode in ("int8", "int4") else "none")
             run(NativeRunner(weights, n_threads=n_threads))
         print(mode, flush=True)
+    for quantize in ("none",) if threads_matter else ("none", "int8", "int4"):
+        run_predictions(quantize)
+    print("predictions", flush=True)
     if threads_matter:  # the phases of a step are the same in every mode, and a linear by itself has one thread
         return
     run_stored()

@@ -197,9 +197,9 @@ def test_what_the_kernels_do_not_compute_is_named(tiny_model: Callable[[str], Mo
         (
             "address,undefined",
             ("libasan.so", "libubsan.so"),
-            ["float32", "bfloat16", "int8", "int4", "stored", "adapters"],
+            ["float32", "bfloat16", "int8", "int4", "predictions", "stored", "adapters"],
         ),
-        ("thread", ("libtsan.so",), ["float32"]),
+        ("thread", ("libtsan.so",), ["float32", "predictions"]),
     ],
 )
 def test_the_kernels_are_clean_under_the_sanitizers(
