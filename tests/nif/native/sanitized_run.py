@@ -151,11 +151,11 @@ def main(sanitizers: str) -> None:
             weights = model_weights.ModelWeights(model, mode if mode in ("int8", "int4") else "none")
             run(NativeRunner(weights, n_threads=n_threads))
         print(mode, flush=True)
-    for quantize in ("none",) if threads_matter else ("none", "int8", "int4"):
-        run_predictions(quantize)
-    print("predictions", flush=True)
     if threads_matter:  # the phases of a step are the same in every mode, and a linear by itself has one thread
         return
+    for quantize in ("none", "int8", "int4"):
+        run_predictions(quantize)
+    print("predictions", flush=True)
     run_stored()
     print("stored", flush=True)
     run_adapters()
