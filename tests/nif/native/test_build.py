@@ -149,6 +149,7 @@ def test_ctypes_places_every_field_where_the_compiler_does(tmp_path: Path) -> No
         "latent": library.Latent,
         "altup": library.AltUp,
         "layer": library.Layer,
+        "mtp": library.Mtp,
         "table": library.Table,
         "model": library.ModelStruct,
         "cache": library.Cache,
