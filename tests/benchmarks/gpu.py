@@ -9,6 +9,7 @@
     decode-0.6b  the same for 0.6B, time to the first token, a mixed load; then transformers and FlashInfer
     service      `genbatch bench` over a service of the 0.6B shape
     races        steps held up by torch.cuda._sleep; compute-sanitizer over the kernels, where it is installed
+    unmeasured   what no GPU has run yet, of all the parts above; only where it is named. `make gpu-next` runs it
 
 This process imports neither torch nor genbatch. It starts a child for each group of cases, and the child appends what
 it finds to DIR/PART.jsonl at once. A child that hangs or dies costs one case: the failure is recorded, and a new child
@@ -37,6 +38,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("tests", "decode-8b", "decode-0.6b", "service", "races")
+UNMEASURED = "unmeasured"
 LEAST = {"torch": (2, 11), "triton": (3, 6)}
 _POLL_S = 0.1
 
@@ -203,8 +205,9 @@ def groups_of(part: str, results: Path, *, dry_run: bool) -> list[Group]:
     """Returns what a part runs, in order."""
     here = Path(__file__).parent
 
-    def measured(name: str, case_s: float = 150.0) -> Group:
-        return Group(name, [sys.executable, str(here / "gpu_cases.py"), name, str(results)], case_s)
+    def measured(name: str, case_s: float = 150.0, only: Sequence[str] = ()) -> Group:
+        chosen = ["--only", *only] if only else []
+        return Group(name, [sys.executable, str(here / "gpu_cases.py"), name, str(results), *chosen], case_s)
 
     def tested(name: str, *chosen: str, prefix: Sequence[str] = (), case_s: float = 120.0) -> Group:
         options = ["-q", "-p", "gpu_outcomes", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
@@ -219,16 +222,34 @@ def groups_of(part: str, results: Path, *, dry_run: bool) -> list[Group]:
         return [tested(name, f"tests/nif/kernels/{name}") for name in kernels] + [
             tested("test_gpu.py", "tests/nif/test_gpu.py")
         ]
-    if part != "races":
-        return [measured(part), measured(f"{part}-peers")] if part.startswith("decode") else [measured(part, 400.0)]
-    groups = [tested("steps held up", "tests/nif/test_gpu.py", "-k", "held_up")]
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
-    few = ["tests/nif/kernels/test_kernel_paged_attention.py", "-k", "padding_row or every_head_size or one_long"]
-    for tool in ("memcheck", "racecheck") if sanitizer is not None else ():
-        # The child reports the tool's errors by its exit status: they end no test.
-        prefix = (str(sanitizer), "--tool", tool, "--error-exitcode", "9", "--target-processes", "all")
-        groups.append(tested(tool, *few, prefix=prefix, case_s=240.0))
-    return groups
+
+    def checked(tool: str, case_s: float = 240.0) -> list[Group]:
+        few = ["tests/nif/kernels/test_kernel_paged_attention.py", "-k", "padding_row or every_head_size or one_long"]
+        prefix = ["env", f"GPU_TOOL={tool}"]  # the same tests are other cases under another tool
+        if sanitizer is not None:
+            # The child reports the tool's errors by its exit status: they end no test.
+            prefix += [sanitizer, "--tool", tool, "--error-exitcode", "9", "--target-processes", "all"]
+        elif not dry_run:
+            return []
+        return [tested(tool, *few, prefix=prefix, case_s=case_s)]
+
+    if part == UNMEASURED:
+        rows, most = (2, 2) if dry_run else (64, 256)
+        return [
+            tested("adapters' graphs, rows that leave", "tests/nif/test_gpu.py", "-k", "with_adapters or that_leave"),
+            tested("input tokens", "tests/nif/kernels/test_kernel_elementwise.py", "-k", "next_tokens or go_on"),
+            measured("decode-8b", only=[f"decode {kind}B={count}" for kind, count in
+                                        (("int4 ", rows), ("int8 ", rows), ("", most))]),
+            measured("decode-0.6b", only=["W1"]),
+            measured("decode-0.6b-peers", only=["generate, B=1", f"generate, B={rows}", "W1 generate_batch"]),
+            *checked("racecheck"),
+            *checked("memcheck"),
+        ]  # fmt: skip
+    if part == "races":
+        held_up = tested("steps held up", "tests/nif/test_gpu.py", "-k", "held_up")
+        return [held_up, *checked("memcheck"), *checked("racecheck")]
+    return [measured(part), measured(f"{part}-peers")] if part.startswith("decode") else [measured(part, 400.0)]
 
 
 def environment_of(part: str, extra: Path, *, dry_run: bool) -> dict[str, str]:
@@ -246,7 +267,7 @@ def environment_of(part: str, extra: Path, *, dry_run: bool) -> dict[str, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=(*PARTS, UNMEASURED), default=list(PARTS))
     parser.add_argument("--results", type=Path, default=ROOT / "tests/benchmarks/results/gpu", metavar="DIR")
     parser.add_argument("--wheels", type=Path, metavar="DIR", help="wheels of packages that may be missing")
     parser.add_argument("--minutes", type=float, default=9.0, help="time limit of a part")

@@ -35,7 +35,7 @@ from gpu_loads import (
     run_mixed_load,
 )
 from gpu_models import SHAPES, TINY, build_model, bytes_per_step
-from gpu_peers import peer_flashinfer, peer_generate_batch, peer_static_cache, synchronize
+from gpu_peers import peer_flashinfer, peer_generate, peer_generate_batch, synchronize
 from gpu_profile import kernel_times
 
 from genbatch.nif.models.loaded_model import Model
@@ -94,10 +94,13 @@ class Bench:
 
     def peers(self) -> Iterator[tuple[str, Callable[[], None]]]:
         """Peers over the same loads."""
-        for batch_size in self.plan.batches[:2]:
-            yield f"generate, static cache, B={batch_size}", partial(self.static_cache, batch_size)
+        for batch_size in self.plan.batches[:3]:
+            yield f"generate, B={batch_size}", partial(self.generate, batch_size, False)
         if self.part == "decode-0.6b":
             yield "W1 generate_batch", self.generate_batch
+        for batch_size in self.plan.batches[:2]:
+            yield f"generate, static cache, B={batch_size}", partial(self.generate, batch_size, True)
+        if self.part == "decode-0.6b":
             for batch_size in self.plan.batches:
                 yield f"FlashInfer's decode attention, B={batch_size}", partial(self.flashinfer, batch_size)
 
@@ -160,10 +163,10 @@ class Bench:
         rate = run_mixed_load(self.model, self.plan, requests)
         report("figure", "W1", figure=f"{rate:,.0f} tok/s")
 
-    def static_cache(self, batch_size: int) -> None:
-        rate = peer_static_cache(self.model, self.plan, batch_size)
-        case = f"generate, static cache, prefill included, B={batch_size}"
-        report("figure", case, figure=f"{rate:,.0f} tok/s")
+    def generate(self, batch_size: int, compiles: bool) -> None:
+        rate = peer_generate(self.model, self.plan, batch_size, compiles=compiles)
+        kind = "static cache, compiled" if compiles else "as it is by default"
+        report("figure", f"generate, {kind}, prefill included, B={batch_size}", figure=f"{rate:,.0f} tok/s")
 
     def generate_batch(self) -> None:
         requests = mixed_load(self.plan, self.model.vocab_size)
@@ -219,11 +222,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part")
     parser.add_argument("results", type=Path)
+    parser.add_argument("--only", nargs="+", metavar="CASE", help="these cases, in this order; all by default")
     chosen = parser.parse_args()
     bench = Bench(chosen.part, chosen.results)
-    works = bench.peers() if chosen.part.endswith(PEERS_END) else bench.cases()
+    works = dict(bench.peers() if chosen.part.endswith(PEERS_END) else bench.cases())
     ended = done()
-    for case, work in works:
+    for case in chosen.only or works:
+        work = works[case]
         if case in ended:
             continue
         report("begin", case)

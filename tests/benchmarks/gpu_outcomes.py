@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from gpu_events import IS_DRY, done, report
 
+# The tool that this process runs under, if it is one: the same test is another case then.
+_UNDER = f"{os.environ['GPU_TOOL']}: " if "GPU_TOOL" in os.environ else ""
 _outcomes: dict[str, Counter[str]] = {}  # by file
 _reasons: dict[str, str] = {}  # by file, why its last skipped test was skipped
 
@@ -14,8 +16,8 @@ _reasons: dict[str, str] = {}  # by file, why its last skipped test was skipped
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out the tests that ended before."""
     ended = done()
-    gone = [item for item in items if item.nodeid in ended]
-    items[:] = [item for item in items if item.nodeid not in ended]
+    gone = [item for item in items if _UNDER + item.nodeid in ended]
+    items[:] = [item for item in items if _UNDER + item.nodeid not in ended]
     config.hook.pytest_deselected(items=gone)
 
 
@@ -51,7 +53,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         figure = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
         _report("figure", file, figure=figure)
         # Without a GPU, the tests that need one are skipped; a dry run is there for all that comes before.
-        began_before = any(case.startswith(f"{file}::") for case in done())
+        began_before = any(case.startswith(f"{_UNDER}{file}::") for case in done())
         if set(counts) == {"skipped"} and not IS_DRY and not began_before:
             _report("failed", file, note=f"all of its tests were skipped: {_reasons[file]}")
     if exitstatus in (pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
@@ -59,4 +61,4 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 def _report(event: str, case: str, **fields: Any) -> None:
-    report(event, case, **fields)
+    report(event, _UNDER + case, **fields)

@@ -52,8 +52,12 @@ def peer_generate_batch(model: Model, plan: Plan, requests: Sequence[Request]) -
     return produced / elapsed
 
 
-def peer_static_cache(model: Model, plan: Plan, batch_size: int) -> float:
-    """Answer tokens a second of `generate` with a static cache, prefill included."""
+def peer_generate(model: Model, plan: Plan, batch_size: int, *, compiles: bool) -> float:
+    """Answer tokens a second of `generate`, prefill included.
+
+    Args:
+        compiles: whether it has a static cache, for which transformers compiles the model: that takes minutes.
+    """
     hf: Any = model.hf
     hf.set_attn_implementation("sdpa")
     ids = torch.randint(model.vocab_size, (batch_size, plan.context), device=model.torch_device)
@@ -62,7 +66,7 @@ def peer_static_cache(model: Model, plan: Plan, batch_size: int) -> float:
         "min_new_tokens": plan.steps,
         "do_sample": False,
         "pad_token_id": 0,
-        "cache_implementation": "static",
+        **({"cache_implementation": "static"} if compiles else {}),
     }
     try:
         for _ in range(2):  # the first compiles and allocates

@@ -134,6 +134,29 @@ def test_a_file_whose_tests_are_all_skipped_has_failed(tmp_path: Path, dry: bool
     assert {one["case"] for one in found if one["event"] == "figure"} == {"test_some.py", "test_none.py"}
 
 
+def test_a_test_runs_again_under_another_tool(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text("def test_works(): pass\n")
+    events = tmp_path / "events.jsonl"
+    ended = ["test_some.py::test_works"]
+    for tool in ("memcheck", "racecheck"):
+        variables = {
+            "GPU_EVENTS": str(events),
+            "GPU_DONE": json.dumps(ended),
+            "PYTHONPATH": str(HERE),
+            "GPU_TOOL": tool,
+        }
+        subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "gpu_outcomes", "-p", "no:cacheprovider", "."],
+            cwd=tmp_path,
+            env={**os.environ, **variables, "PYTHONPATH": str(HERE)},
+            capture_output=True,
+            check=True,
+        )
+        found = [json.loads(line) for line in events.read_text().splitlines()]
+        ended += [one["case"] for one in found if one["event"] == "end"]
+    assert ended[-2:] == ["memcheck: test_some.py::test_works", "racecheck: test_some.py::test_works"]
+
+
 def test_only_missing_packages_are_unpacked(gpu: ModuleType, tmp_path: Path) -> None:
     for name in ("pytest", "no_such_package"):
         with zipfile.ZipFile(tmp_path / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
@@ -147,6 +170,7 @@ def test_parts_fit_their_slots_and_memcheck_sees_freed_memory(gpu: ModuleType, t
     assert gpu.environment_of("races", tmp_path, dry_run=False)["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
     assert "PYTORCH_NO_CUDA_MEMORY_CACHING" not in gpu.environment_of("tests", tmp_path, dry_run=False)
     assert all(group.case_s <= 540 for part in gpu.PARTS for group in gpu.groups_of(part, tmp_path, dry_run=False))
+    assert all(group.case_s <= 540 for group in gpu.groups_of(gpu.UNMEASURED, tmp_path, dry_run=False))
     for part in ("decode-8b", "decode-0.6b"):
         names = [group.name for group in gpu.groups_of(part, tmp_path, dry_run=False)]
         assert names == [part, f"{part}-peers"], "our own figures come first"
