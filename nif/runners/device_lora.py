@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
+from genbatch.nif.cuda_device import sent
 from genbatch.nif.kernels.lora import LoraParts, NormedRows, lora_delta
 from genbatch.nif.runner import LoraAdapter, LoraLinear
 
@@ -117,9 +119,9 @@ class DeviceLora:
         """
         if adapters is None:
             return None
-        return torch.tensor(
-            [-1 if handle == 0 else self._numbers[handle] for handle in adapters.tolist()], dtype=torch.int32
-        )
+        handles, places = np.unique(adapters.numpy(), return_inverse=True)
+        numbers = [self._numbers[handle] if handle else -1 for handle in handles.tolist()]
+        return torch.from_numpy(np.array(numbers, np.int32)[places])
 
     def rows(self, adapters: torch.Tensor | None) -> "LoraRows | None":
         """Return the adapters of a step that is not captured; None if no row has an adapter.
@@ -128,13 +130,15 @@ class DeviceLora:
             adapters: [T] int64 on the CPU; see TensorBatch.
         """
         numbers = self.numbers(adapters)
-        if adapters is None or numbers is None:
+        if numbers is None:
             return None
+        owners = numbers.numpy()
         there = [
-            (self._pairs[handle], (adapters == handle).nonzero()[:, 0].to(self._device))
-            for handle in sorted({*adapters.tolist()} - {0})
+            (self._pairs[handle], sent(rows, self._device))
+            for handle, number in self._numbers.items()
+            if len(rows := np.flatnonzero(owners == number))
         ]
-        return LoraRows(self.tables, numbers.to(self._device, non_blocking=True), there)
+        return LoraRows(self.tables, sent(owners, self._device), there)
 
     def _merged(self, linears: Sequence[LoraLinear | None], sizes: Sequence[int]) -> _Pair:
         ranks = sum(linear.rank for linear in linears if linear is not None)
