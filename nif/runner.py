@@ -397,14 +397,21 @@ class Launched(Protocol):
 class LaunchingRunner(Runner, Protocol):
     """A runner that begins a decode step, draws included, without waiting for the device."""
 
-    def launch(self, batch: RaggedBatch, draws: npt.NDArray[np.float64], after: Launched | None) -> Launched:
+    def launch(
+        self,
+        batch: RaggedBatch,
+        draws: npt.NDArray[np.float64],
+        after: Launched | None,
+        rows: Sequence[int] | None = None,
+    ) -> Launched:
         """Begin a step; at most one other step may be under way.
 
         Args:
             batch: one token an entry, each with its row of logits. It may be changed once this returns.
             draws: [R, 5] float64, how each row's next token is drawn; see `DrawTable`.
-            after: the step launched before this one, over the same rows: its tokens are this step's input, and
-                those in `batch` are not read. None takes those in `batch`.
+            after: the step launched before this one: its tokens are this step's input, and those in `batch` are not
+                read. None takes those in `batch`.
+            rows: the rows of `after` that this step goes on with, one an entry; None for the same rows.
 
         Raises:
             BatchError: an index leads outside the pool or the model; nothing was written.

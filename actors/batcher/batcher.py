@@ -172,6 +172,8 @@ class Batcher(BatcherParts):
             self._is_telling = message.has_first_tokens
             if not self._is_telling:
                 self._stepped()
+        elif self.adapters.can_settle():
+            self.stepper.hurry()
 
     def _caller_left(self, message: Down) -> None:
         request = self.requests.find(message.monitor)

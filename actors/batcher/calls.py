@@ -540,6 +540,10 @@ class AdapterCalls:
                 assert going is not None
                 going.cancelled += 1
 
+    def can_settle(self) -> bool:
+        """Return whether an adapter to unload has no open request."""
+        return any(not self._with(going.adapter) for going in self.unloading.values())
+
     def settle(self) -> bool:
         """Free unloaded adapters without open requests, between two steps; return whether a held prompt was dropped."""
         let_go = False

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from genbatch.actors.batcher.messages import Embedded, charged_account
+from genbatch.actors.batcher.messages import Embedded
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.requests import Books, Evaluated, Planned, Request, Sequence
 from genbatch.nif.kv.block_pool import prefix_key
@@ -98,6 +98,7 @@ class TextsRequest(Request, Generic[Asked]):
 
     early: ClassVar[str] = "all texts were read"
     counts_answers: ClassVar[bool] = False
+    embeds: ClassVar[bool] = True
 
     wanted: Asked
     num_tokens: int = 0  # of all texts, once they are tokenized
@@ -105,10 +106,6 @@ class TextsRequest(Request, Generic[Asked]):
     num_left: int = 0  # texts without a vector
     texts: deque[tuple[int, list[int]]] = field(default_factory=deque)  # tokenized texts that have no sequence yet
     make: "Callable[[int, list[int], float], TextEmbedding] | None" = None
-
-    @property
-    def account(self) -> str:
-        return charged_account(self.client, self.tenant, embeds=True)
 
     @property
     def num_prompt_tokens(self) -> int:

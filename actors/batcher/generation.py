@@ -132,23 +132,26 @@ class Output:
 
     def push(self, drawn: Sampled) -> str:
         """Take the next token; return the text that became final, and set `finish_reason` after the last token."""
-        token_id = drawn.token_id
-        self.token_ids.append(token_id)
-        if self._rules.wants_logprobs:
+        token_id, rules, token_ids = drawn.token_id, self._rules, self.token_ids
+        token_ids.append(token_id)
+        if rules.wants_logprobs:
             assert drawn.logprob is not None, "log-probs were asked for and not computed"
             self.logprobs.append(TokenLogprob(token_id=token_id, logprob=drawn.logprob, top=dict(drawn.top)))
-        ended = token_id in self._rules.stop_ids
-        piece, stopped = ("", False) if ended else self._match(self._detokenizer.push(token_id))
-        if ended or stopped:
+        piece, ended = "", token_id in rules.stop_ids
+        if not ended:
+            piece = self._detokenizer.push(token_id)
+            if rules.stop:
+                piece, ended = self._match(piece)
+        if ended:
             self.finish_reason = "stop"
-        elif len(self.token_ids) >= self._rules.max_tokens:
+        elif len(token_ids) >= rules.max_tokens:
             self.finish_reason = "length"
         if self.finish_reason:
             piece += self._flush()
         if self._reader is not None:
             piece = self._take_apart(self._reader, piece)
-        if len(self.token_ids) == 1:
-            piece = self._rules.echo + piece
+        if len(token_ids) == 1:
+            piece = rules.echo + piece
         self.text_parts.append(piece)
         return piece
 

@@ -72,8 +72,12 @@ class Run(Protocol):
     def booked(self) -> None:
         """Note that the tokens of one more step were handed out."""
 
+    def leave(self, index: int) -> None:
+        """Take an ended sequence out of the run."""
 
-# The draws of a run's step for each sequence: one token, and one more for each accepted draft token.
+
+# The draws of a run's step for each sequence: one token, and one more for each accepted draft token. A sequence that
+# has left the run has none.
 Drawn: TypeAlias = list[list[Sampled | SampleFault]]
 
 
@@ -83,12 +87,14 @@ class Decoded:
 
     Args:
         guessing_s: the seconds that a draft model took before the step.
+        freed: indices of the sequences that have left the run and hold no blocks any more.
     """
 
     run: Run
     drawn: Drawn
     num_drafted: int
     guessing_s: float = 0.0
+    freed: ListOf[int] = ()
     has_first_tokens: ClassVar[bool] = False
 
     def book(self, stepping: Stepping) -> bool:
@@ -437,14 +443,13 @@ class Journal:
             metadata = {"request_id": sequence.request.request_id, "swapped": swapped}
             self._telemetry.execute("request.preempted", {"generated_tokens": sequence.num_generated}, metadata)
 
-    def stepped(self, batch: list[Planned], seconds: float, *, num_drafted: int = 0) -> None:
-        """Book one forward with `num_drafted` drafted tokens; call this before its tokens are booked."""
+    def stepped(self, num_entries: int, num_tokens: int, seconds: float) -> None:
+        """Book one forward over so many entries and tokens; call this before its tokens are booked."""
         self._now = trio.current_time()
-        num_tokens = sum([len(planned.entry.tokens) for planned in batch]) + num_drafted
-        self.stats.count_step(len(batch), num_tokens, seconds)
+        self.stats.count_step(num_entries, num_tokens, seconds)
         self.stats.update_rates(self._now)
         if self._telemetry.handlers:
-            measurements = {"duration_s": seconds, "entries": len(batch), "tokens": num_tokens}
+            measurements = {"duration_s": seconds, "entries": num_entries, "tokens": num_tokens}
             self._telemetry.execute("step.end", measurements, {"model": self._model})
 
     def drafted(self, num_drafted: int, num_accepted: int) -> None:

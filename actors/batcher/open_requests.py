@@ -16,10 +16,11 @@ BatchState holds all that a Batcher's parts share.
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterator, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from typing import Any, TypeAlias
 
 import outcome
@@ -80,7 +81,10 @@ class OpenRequests:
         self._send_after = send_after
         self._now = now
         self._requests: dict[Monitor, Request] = {}
-        self._deferred: list[Callable[[], None]] | None = None  # ends of requests while the context is in use
+        # Ends while the context is in use: of sequences, and of requests that have failed.
+        self._deferred: dict[Sequence, FinishReason] | None = None
+        self._failed: list[tuple[Request, GenbatchError]] = []
+        self._soonest = inf  # no request has an earlier deadline
         self.is_draining = False
         self._draining: list[From[Any]] = []  # callers that wait for the end of the drain
         self._num_cancelled = 0  # requests cancelled at the timeout of the drain
@@ -97,6 +101,8 @@ class OpenRequests:
     def add(self, request: Request) -> None:
         """Add a request under its monitor."""
         self._requests[request.monitor] = request
+        if request.expires_at is not None:
+            self._soonest = min(self._soonest, request.expires_at)
         if request.payer is not None:
             # guard: what a client had elsewhere
             self._fair.owe(request.account, request.payer.served)
@@ -140,32 +146,51 @@ class OpenRequests:
 
     def next_deadline(self) -> float | None:
         """Return the earliest deadline in seconds on the event loop's clock; None for none."""
-        return min((r.expires_at for r in self._requests.values() if r.expires_at is not None), default=None)
+        soonest = self._next_deadline()
+        return None if soonest == inf else soonest
+
+    def _next_deadline(self) -> float:
+        return min((r.expires_at for r in self._requests.values() if r.expires_at is not None), default=inf)
 
     def overdue(self) -> bool:
-        """Return whether a request must end before the next step."""
+        """Return whether a request must end before the next step: one that has failed, or whose deadline has passed."""
+        if self._failed:
+            return True
         now = self._now()
-        return bool(self._deferred) or any(
-            # guard: deadline during a run
-            request.abandoned is not None or (request.expires_at is not None and now >= request.expires_at)
-            for request in self._requests.values()
-        )
+        if now < self._soonest:
+            return False
+        self._soonest = self._next_deadline()
+        # guard: deadline during a run
+        return now >= self._soonest
 
     def defer(self) -> None:
-        """Note ends from now on, since the context is in use; `settle` carries them out."""
-        self._deferred = []
+        """Note ends from now on, since the context is in use; `freed` and `settle` carry them out."""
+        self._deferred = {}
+        self._soonest = self._next_deadline()
+
+    def freed(self, sequences: Iterable[Sequence]) -> None:
+        """Carry out the noted ends of these sequences, whose blocks were freed while the context is in use."""
+        for sequence in sequences:
+            assert self._deferred is not None and (sequence.ended or sequence.request.abandoned)
+            reason = self._deferred.pop(sequence, None)
+            if reason is not None:  # else its request has failed, or is about to be cancelled
+                self._finish(sequence, reason, is_freed=True)
 
     def settle(self) -> None:
         """Carry out the noted ends, since the context is free again."""
-        deferred, self._deferred = self._deferred or [], None
-        for end in deferred:
-            end()
+        deferred, self._deferred = self._deferred or {}, None
+        failed, self._failed = self._failed, []
+        for sequence, reason in deferred.items():
+            self._finish(sequence, reason)
+        for request, error in failed:
+            if request in self:
+                self._fail(request, error)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence, and its request if that was the last sequence."""
         sequence.ended = True
-        if self._deferred is not None:
-            self._deferred.append(lambda: self._finish(sequence, reason))
+        if self._deferred is not None and sequence.seq_id is not None:
+            self._deferred[sequence] = reason
         else:
             self._finish(sequence, reason)
 
@@ -174,17 +199,17 @@ class OpenRequests:
         for sequence in request.sequences:
             sequence.ended = True
         if self._deferred is not None:
-            self._deferred.append(lambda: self._fail(request, error))
+            self._failed.append((request, error))
         else:
             self._fail(request, error)
 
-    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+    def _finish(self, sequence: Sequence, reason: FinishReason, *, is_freed: bool = False) -> None:
         request = sequence.request
-        self._slots.release(sequence)
+        self._slots.release(sequence, is_freed=is_freed)
         try:
             is_whole = sequence.conclude(reason)
         except NativeError as error:  # the model's tokenizer has no text for these tokens
-            self._fail(request, EngineError(str(error)))
+            self.fail(request, EngineError(str(error)))
             return
         if is_whole:
             self._journal.ended(request, reason)

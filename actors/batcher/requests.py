@@ -427,6 +427,7 @@ class Request:
 
     early: ClassVar[str] = "the first step"  # a deadline before this leaves no answer
     counts_answers: ClassVar[bool] = True  # in the histogram of generated tokens
+    embeds: ClassVar[bool] = False
 
     from_: "From[Any]"
     monitor: Monitor
@@ -454,8 +455,10 @@ class Request:
     sequences: list[Sequence] = field(default_factory=list)
     abandoned: FinishReason | None = None  # the reason to end it at the next tick
     replied: bool = False
+    account: str = field(init=False)  # the account that it is charged to: every plan reads it for every sequence
 
     def __post_init__(self) -> None:
+        self.account = charged_account(self.client, self.tenant, embeds=self.embeds)
         patience_s = self.limits.patience_s
         self.expires_at = None if patience_s is None else self.accepted_at + patience_s
 
@@ -463,11 +466,6 @@ class Request:
     def kind(self) -> str:
         """The kind of work, for telemetry."""
         raise NotImplementedError
-
-    @property
-    def account(self) -> str:
-        """The account that it is charged to."""
-        return charged_account(self.client, self.tenant)
 
     def begin(self, now: float) -> None:
         """Note the first slot: the limit on the wait ends, and the limit on the answer begins."""

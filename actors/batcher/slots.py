@@ -430,10 +430,14 @@ class Slots:
         self._journal.paused(owner, swapped=swapped)
         self.enqueue(owner)
 
-    def release(self, sequence: Sequence) -> None:
-        """End a sequence, waiting or running."""
+    def release(self, sequence: Sequence, *, is_freed: bool = False) -> None:
+        """End a sequence, waiting or running.
+
+        Args:
+            is_freed: whether the model's thread has removed its KV; the context may then be in use.
+        """
         if sequence.seq_id is not None:
-            self._free(sequence)
+            self._free(sequence, is_freed=is_freed)
         else:
             self.pending.remove(sequence)
             self._swap.forget(sequence.request_id)
@@ -528,11 +532,12 @@ class Slots:
             sharer = donor  # a donor that has gone may itself have had a donor
         return None, 0
 
-    def _free(self, sequence: Sequence) -> None:
+    def _free(self, sequence: Sequence, *, is_freed: bool = False) -> None:
         seq_id = sequence.seq_id
         assert seq_id is not None
         for slot in (seq_id, *sequence.beam_slots):
-            self._ctx.seq_rm(slot)
+            if not is_freed:
+                self._ctx.seq_rm(slot)
             self.seq_pool.add(slot)
         del self.sequences[seq_id]
         sequence.seq_id = None

@@ -4,11 +4,13 @@
     ...                                                # each message that it sends comes back through `take`
     if stepper.take(message): ...                      # all forwards have ended
 
-RunAhead lets decode steps follow one another while there is nothing to decide. StepFaults finds the request at fault
-for a failed step. StepCommit books positions, tokens, text and ends.
+RunAhead lets decode steps follow one another while there is nothing to decide. A sequence that ends leaves the run, and
+the others go on. StepFaults finds the request at fault for a failed step. StepCommit books positions, tokens, text and
+ends.
 """
 
 import gc
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import cast
@@ -57,33 +59,44 @@ def evaluate(context: Context, batch: list[Planned]) -> list[Evaluated]:
 
 # The most steps of a run; a plan follows in any case.
 MAX_STEPS = 64
+# Seconds that the model's thread waits for the event loop to hand out a step's tokens, before it ends the run. Another
+# run would wait for that, too.
+MAX_LATE_S = 0.1
 
 
 class RunAhead:
     """One run. `evaluate` runs on the model's thread, all other methods on the event loop's thread.
 
+    A sequence leaves after its last token, or when `leave` says that a token has ended it. A run with drafts ends then,
+    since its drafts are of all its sequences.
+
     Args:
         batch: an entry of one token for each running sequence; each entry draws.
-        max_steps: most steps, see `steps_ahead`.
-        tell: called on the model's thread with each step but the last.
+        num_draws: the tokens that each sequence may draw, see `draws_ahead`.
+        worker: the model's thread.
+        send: gets each step but the last, on the event loop's thread.
         drafts: proposes draft tokens to verify; None for no drafts.
     """
 
     def __init__(
         self,
         batch: list[Planned],
-        max_steps: int,
-        tell: Callable[[Decoded], None],
+        num_draws: list[int],
+        worker: Worker,
+        send: Callable[[StepMessage], None],
         drafts: RunDrafts | None = None,
     ) -> None:
         self.batch = batch
         self.sequences = generations(batch)
-        self._max_steps = max_steps
-        self._tell = tell
+        self._num_draws = num_draws
+        self._max_steps = min(MAX_STEPS, min(num_draws) if drafts is not None else max(num_draws))
+        self._worker = worker
+        self._send = send
         self._drafts = drafts
         # One thread writes each of these, and the other reads it. A stale value costs or saves one step.
         self._stopping = False
-        self._booked = 0
+        self._booked = threading.Semaphore(0)
+        self._leaving: deque[int] = deque()
 
     def stop(self) -> None:
         """Ask for a plan: the run ends with the current step, or with a step that has begun meanwhile."""
@@ -91,7 +104,14 @@ class RunAhead:
 
     def booked(self) -> None:
         """Note that the tokens of one more step were handed out."""
-        self._booked += 1
+        self._booked.release()
+
+    def leave(self, index: int) -> None:
+        """Take an ended sequence out of the run; a `Decoded` says when its blocks are free."""
+        if self._drafts is not None:
+            self.stop()
+        else:
+            self._leaving.append(index)
 
     def evaluate(self, context: Context, copies: list[Callable[[], None]]) -> Decoded | None:
         """Run all steps and return the last step; None if it was already sent.
@@ -104,7 +124,12 @@ class RunAhead:
         if self._drafts is not None:
             self._drafts.begin()
         samplers = [sequence.sampler for sequence in self.sequences]
-        run = context.decode_run([planned.entry for planned in self.batch], samplers, max_steps=self._max_steps)
+        run = context.decode_run(
+            [planned.entry for planned in self.batch],
+            samplers,
+            max_steps=self._max_steps,
+            num_draws=self._num_draws if self._drafts is None else None,
+        )
         try:
             return self._decode(run, samplers)
         finally:
@@ -112,7 +137,13 @@ class RunAhead:
 
     def _decode(self, run: DecodeRun | OverlappedRun, samplers: list[SamplerState]) -> Decoded | None:
         steps, ends = 0, False
+        left: set[int] = set()  # a step under way may still draw for these
+        constrained = [index for index, sampler in enumerate(samplers) if sampler.constraint is not None]
         while True:
+            while self._leaving:
+                index = self._leaving.popleft()
+                run.leave(index)
+                left.add(index)
             try:
                 decoded = self._step(run, ahead=not ends)
             except DeviceFault:
@@ -122,15 +153,28 @@ class RunAhead:
                     raise
                 return None  # the next plan meets the same error and can handle it
             steps += 1
-            whole = not any(draws[-1].failed for draws in decoded.drawn) and not any(
-                sampler.is_slow for sampler in samplers
+            whole = not self._lacks_tokens(decoded.drawn, left) and not any(
+                samplers[index].is_slow for index in constrained if decoded.drawn[index]
             )
             if self._drafts is not None:
                 whole = self._drafts.took(decoded.drawn, decoded.num_drafted) and whole
-            ends = ends or self._stopping or self._booked < steps - 1
-            if not whole or steps == self._max_steps or (ends and not run.is_ahead):
+            # Stay at most one step ahead of the tokens that were handed out.
+            late = steps > 1 and not ends and not self._worker.wait(self._was_booked, MAX_LATE_S)
+            ends = ends or self._stopping or late
+            if not whole or run.is_over or (ends and not run.is_ahead):
                 return decoded
-            self._tell(decoded)
+            self._worker.tell(self._send, decoded)
+
+    @staticmethod
+    def _lacks_tokens(drawn: Drawn, left: set[int]) -> bool:
+        """Return whether a draw has failed, of a sequence that has not left."""
+        if SampleFault not in {type(draws[-1]) for draws in drawn if draws}:
+            return False
+        return any(draws[-1].failed for index, draws in enumerate(drawn) if draws and index not in left)
+
+    def _was_booked(self, timeout_s: float | None) -> bool:
+        """Wait until one more step was booked; return whether it was. None: do not wait, in a simulation."""
+        return self._booked.acquire(blocking=timeout_s is not None, timeout=timeout_s)
 
     def _step(self, run: DecodeRun | OverlappedRun, *, ahead: bool) -> Decoded:
         guessing_s = 0.0
@@ -142,9 +186,9 @@ class RunAhead:
                 return Decoded(self, run.verify(drafts), sum(map(len, drafts)), guessing_s)
         drawn = run.step(ahead=ahead)
         for sequence, draw in zip(self.sequences, drawn, strict=True):
-            if not draw.failed:
+            if draw is not None and not draw.failed:
                 sequence.sampler.accept(draw.token_id)
-        return Decoded(self, [[draw] for draw in drawn], 0, guessing_s)
+        return Decoded(self, [[] if draw is None else [draw] for draw in drawn], 0, guessing_s, run.freed())
 
 
 def generations(batch: list[Planned]) -> list[Generation]:
@@ -152,18 +196,18 @@ def generations(batch: list[Planned]) -> list[Generation]:
     return [cast("Generation", planned.owner) for planned in batch]
 
 
-def steps_ahead(batch: list[Planned]) -> int:
-    """Return the number of steps that may run without a plan: until a sequence reaches its most tokens.
+def draws_ahead(batch: list[Planned]) -> list[int]:
+    """Return the tokens that each sequence may draw without a plan; none if the batch needs a plan after each step.
 
-    The result is 1 if the batch holds anything but plain decodes.
+    That is so if the batch holds anything but plain decodes, or if all its sequences end with the next token.
     """
-    most = MAX_STEPS
+    left = []
     for planned in batch:
         owner = planned.owner
         if planned.sampler is None or len(planned.entry.tokens) != 1 or not owner.runs_ahead:
-            return 1
-        most = min(most, owner.max_new_tokens - owner.num_generated)
-    return max(1, most)
+            return []
+        left.append(owner.max_new_tokens - owner.num_generated)
+    return left if max(left, default=1) > 1 else []
 
 
 # The number of requests that may fail in a row, each alone in its step, before the engine counts as at fault.
@@ -285,14 +329,23 @@ class StepCommit:
         if planned.owner.seq_id is not None:  # else another sequence has ended its request
             planned.owner.book(planned, evaluated, self)
 
-    def book_decodes(self, sequences: list[Generation], drawn: Drawn) -> None:
-        """Book one step of a run: each sequence decoded one token, or several with accepted drafts."""
-        for sequence, draws in zip(sequences, drawn, strict=True):
+    def book_decodes(self, sequences: list[Generation], drawn: Drawn) -> list[int]:
+        """Book one step of a run: each sequence decoded one token, or several with accepted drafts.
+
+        Returns:
+            The indices of the sequences that these tokens ended.
+        """
+        ended: list[int] = []
+        for index, (sequence, draws) in enumerate(zip(sequences, drawn, strict=True)):
+            if sequence.ended:
+                continue  # it ended after this step had begun
             for draw in draws:
-                if sequence.ended:
-                    break  # unneeded: the sequence ended after this step had begun, or in it
                 sequence.num_computed += 1
                 sequence.book_drawn(draw, self)
+                if sequence.ended:
+                    ended.append(index)
+                    break
+        return ended
 
     def prefilled(self, num_tokens: int) -> None:
         self._journal.stats.prefilled_tokens += num_tokens
@@ -355,9 +408,9 @@ class Stepper:
         """
         self._turn_began = turn_began
         self._groups.extend(groups)
-        steps = steps_ahead(groups[0]) if repeats and len(groups) == 1 else 1
-        if steps > 1:
-            self._run_ahead(self._groups.popleft(), steps)
+        num_draws = draws_ahead(groups[0]) if repeats and len(groups) == 1 else []
+        if num_draws:
+            self._run_ahead(self._groups.popleft(), num_draws)
         else:
             self._step()
 
@@ -396,7 +449,8 @@ class Stepper:
         else:
             self._watch.restart(now)
             self._faults.succeeded()
-            self._journal.stepped(batch, now - self._began)
+            num_tokens = sum([len(planned.entry.tokens) for planned in batch])
+            self._journal.stepped(len(batch), num_tokens, now - self._began)
             self._times.took(work_of(batch), now - self._turn_began)
             self._turn_began = now
             for planned, evaluated in zip(batch, outputs, strict=True):
@@ -430,11 +484,10 @@ class Stepper:
 
     # Runs
 
-    def _run_ahead(self, batch: list[Planned], steps: int) -> None:
+    def _run_ahead(self, batch: list[Planned], num_draws: list[int]) -> None:
         """Let the model's thread decode step after step."""
         self._began = trio.current_time()
-        tell = self._worker.tell
-        self._run = run = RunAhead(batch, steps, lambda decoded: tell(self._send, decoded), self._drafts_of(batch))
+        self._run = run = RunAhead(batch, num_draws, self._worker, self._send, self._drafts_of(batch))
         self._requests.defer()
         self._worker.submit(
             run.evaluate,
@@ -461,15 +514,20 @@ class Stepper:
     def decoded(self, decoded: Decoded) -> bool:
         """Book a step of a run; the next step may be running."""
         run, drawn = decoded.run, decoded.drawn
+        batch = [planned for planned, draws in zip(run.batch, drawn, strict=True) if draws]
         now = trio.current_time()
         self._watch.restart(now)
-        self._journal.stepped(run.batch, now - self._began, num_drafted=decoded.num_drafted)
+        self._journal.stepped(len(batch), len(batch) + decoded.num_drafted, now - self._began)
         if decoded.num_drafted:
             self._journal.drafted(decoded.num_drafted, sum(map(len, drawn)) - len(drawn))
-        self._times.took(run_work(run.batch, decoded.num_drafted), now - self._turn_began - decoded.guessing_s)
+        self._times.took(run_work(batch, decoded.num_drafted), now - self._turn_began - decoded.guessing_s)
         self._began = self._turn_began = now
-        self._commit.book_decodes(run.sequences, drawn)
-        if self._requests.overdue():
+        ended = self._commit.book_decodes(run.sequences, drawn)
+        for index in ended:
+            run.leave(index)
+        self._requests.freed([run.sequences[index] for index in decoded.freed])
+        # A sequence that waits takes the slot of an ended one.
+        if self._requests.overdue() or ((ended or decoded.freed) and self._slots.pending):
             run.stop()
         run.booked()
         return False

@@ -99,7 +99,7 @@ class Worker:
 
     @staticmethod
     def wait(job: Callable[[float], T], timeout_s: float) -> T:
-        """Return `job(timeout_s)`, which blocks the event loop. In a simulation such a job never waits."""
+        """Return `job(timeout_s)`, which blocks the calling thread. In a simulation such a job never waits."""
         return job(timeout_s)
 
     @staticmethod

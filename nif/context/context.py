@@ -22,8 +22,9 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 
 from genbatch.nif.context.drafters import Drafter
+from genbatch.nif.context.layout import lay_out
 from genbatch.nif.context.multi_token_head import MultiTokenHead
-from genbatch.nif.context.runs import DecodeRun, Kept, OverlappedRun, Read, Steps, lay_out
+from genbatch.nif.context.runs import DecodeRun, Kept, OverlappedRun, Read, RunRows, Steps
 from genbatch.nif.cuda_device import is_out_of_memory
 from genbatch.nif.errors import AdapterError, BatchError, OptionError
 from genbatch.nif.kv.cache_size import group_blocks
@@ -271,7 +272,12 @@ class Context:
         return self._evaluate(batch, draw, with_logits=reads)
 
     def decode_run(
-        self, batch: Sequence[Entry], samplers: Sequence[SamplerState], *, max_steps: int
+        self,
+        batch: Sequence[Entry],
+        samplers: Sequence[SamplerState],
+        *,
+        max_steps: int,
+        num_draws: Sequence[int] | None = None,
     ) -> DecodeRun | OverlappedRun:
         """Open a run of decode steps over the same sequences. Each step's draws are the next step's tokens.
 
@@ -280,11 +286,14 @@ class Context:
         Args:
             batch: an entry of one token for each sequence.
             max_steps: most steps that the caller will run.
+            num_draws: the most tokens that each sequence may draw. The run then frees the sequence and goes on with the
+                others. None: all sequences stay to the end.
         """
         self._check(batch)
+        rows = RunRows(batch, [max_steps + 1] * len(batch) if num_draws is None else num_draws, self.seq_rm)
         if self._launcher is not None:
-            return OverlappedRun(self.kv, self._launcher, batch, samplers, max_steps)
-        return DecodeRun(self.kv, batch, samplers, self._forward, max_steps)
+            return OverlappedRun(self.kv, self._launcher, batch, samplers, max_steps, rows)
+        return DecodeRun(self.kv, batch, samplers, self._forward, max_steps, rows)
 
     def rehearse(self, num_tokens: int) -> None:
         """Evaluate a prompt of `num_tokens` tokens and a greedy draw, then roll both back; sequence 0 must be empty.

@@ -1,15 +1,11 @@
-"""Runs of decode steps without a scheduler between the steps: `DecodeRun` is serial, `OverlappedRun` launches ahead.
-
-A RunLayout lays out the entries of a step as a ragged batch for the runners.
-"""
+"""Runs of decode steps without a scheduler between the steps: `DecodeRun` is serial, `OverlappedRun` launches ahead."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, count
 from typing import ClassVar, Literal, Protocol, TypeAlias, TypeVar
 
-import numpy as np
-
+from genbatch.nif.context.layout import RunLayout, lay_out, run_layout
 from genbatch.nif.errors import DeviceFault
 from genbatch.nif.kv.block_tables import Reservation
 from genbatch.nif.kv.kv_cache import KVCache
@@ -22,185 +18,10 @@ from genbatch.nif.runner import (
     RaggedBatch,
     Redrawn,
     Rows,
-    num_states,
 )
 from genbatch.nif.sampling.choice import choose
 from genbatch.nif.sampling.draw import NOT_FINITE, DrawTable
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
-
-
-def lay_out(batch: Sequence[Entry], kv: KVCache) -> RaggedBatch:
-    """Lay out the entries as a ragged batch. The caller has reserved their blocks."""
-    size = len(batch)
-    counts = np.fromiter([len(entry.tokens) for entry in batch], np.int64, size)
-    n_past = np.fromiter([entry.n_past for entry in batch], np.int64, size)
-    starts = np.zeros(size + 1, np.int64)
-    np.cumsum(counts, out=starts[1:])
-    total = int(starts[-1])
-    owner = np.repeat(np.arange(size), counts)  # [T] the entry each token belongs to
-    positions = np.arange(total) - np.repeat(starts[:-1] - n_past, counts)
-    kv_lens = n_past + counts
-    longest, block_size = int(kv_lens.max()), kv.block_size
-    column, offset = np.divmod(positions, block_size)
-    tables, slots = [], []
-    for group in range(len(kv.groups)):
-        table = block_tables(kv, group, [entry.seq_id for entry in batch], -(-longest // block_size))
-        tables.append(table)
-        slots.append(table[owner, column].astype(np.int64) * block_size + offset)
-    tokens = np.fromiter([token for entry in batch for token in entry.tokens], np.int64, total)
-    return RaggedBatch(
-        input_ids=tokens,
-        positions=positions,
-        query_starts=starts.astype(np.int32),
-        kv_lens=kv_lens.astype(np.int32),
-        slots=tuple(slots),
-        block_tables=tuple(tables),
-        logit_rows=_logit_rows(batch, starts),
-        max_query_len=int(counts.max()),
-        max_kv_len=longest,
-        state_rows=_state_rows(batch, starts) if any(map(num_states, batch)) else None,
-        adapters=owned[owner] if (owned := adapters_of(batch)) is not None else None,
-    )
-
-
-def adapters_of(batch: Sequence[Entry]) -> np.ndarray | None:
-    """Return each entry's adapter handle, [B] int64; None if no entry has an adapter."""
-    if not any(entry.adapter for entry in batch):
-        return None
-    return np.fromiter([entry.adapter for entry in batch], np.int64, len(batch))
-
-
-def block_tables(kv: KVCache, group: int, seq_ids: Sequence[int], width: int) -> np.ndarray:
-    """Return the sequences' block tables as rows, [len(seq_ids), width] int32, padded with 0."""
-    table = np.zeros((len(seq_ids), width), np.int32)
-    for row, seq_id in enumerate(seq_ids):
-        blocks = kv.block_table(group, seq_id)
-        table[row, : len(blocks)] = np.frombuffer(blocks, np.int32)
-    return table
-
-
-class RunLayout(Protocol):
-    """Lays out the steps of a run, one after another."""
-
-    def next(self, tokens: Sequence[int]) -> RaggedBatch:
-        """Return the next step's batch, after its blocks were reserved. The previous batch may change in place.
-
-        Args:
-            tokens: each sequence's input token.
-        """
-        ...
-
-
-def run_layout(kv: KVCache, batch: Sequence[Entry], max_steps: int) -> RunLayout:
-    """Choose the layout for a run of decode steps that begins with these entries; see `DecodeLayout`."""
-    # Lay out each step anew for groups with a window, which drop whole blocks.
-    if all(group.window is None for group in kv.groups):
-        return DecodeLayout(kv, batch, max_steps)
-    return FreshLayout(kv, batch)
-
-
-class FreshLayout:
-    """Lays out each step of a run anew; the arguments are those of `DecodeLayout`."""
-
-    def __init__(self, kv: KVCache, batch: Sequence[Entry]) -> None:
-        self._kv = kv
-        self._batch = batch
-        self._done = 0  # steps
-
-    def next(self, tokens: Sequence[int]) -> RaggedBatch:
-        """Lay out the next step's batch, after its blocks were reserved."""
-        batch = [
-            Entry(first.seq_id, (token,), first.n_past + self._done, adapter=first.adapter)
-            for first, token in zip(self._batch, tokens, strict=True)
-        ]
-        self._done += 1
-        return lay_out(batch, self._kv)
-
-
-class DecodeLayout:
-    """Keeps one batch for a run of decode steps and changes it in place; only for groups without a window.
-
-    Args:
-        kv: holds the block tables.
-        batch: the first step's entries, of one token each.
-        max_steps: most steps of the run.
-    """
-
-    def __init__(self, kv: KVCache, batch: Sequence[Entry], max_steps: int) -> None:
-        self._kv = kv
-        self._seq_ids = seq_ids = [entry.seq_id for entry in batch]
-        n_past = [entry.n_past for entry in batch]
-        adapters = adapters_of(batch)
-        size = len(seq_ids)
-        self._tokens = np.empty(size, np.int64)
-        self._positions = np.array(n_past, np.int64) - 1
-        self._kv_lens = np.array(n_past, np.int32)
-        self._longest = int(self._kv_lens.max())
-        width = -(-(self._longest + max_steps) // kv.block_size)
-        self._tables = [np.zeros((size, width), np.int32) for _ in kv.groups]
-        self._slots = [np.zeros(size, np.int64) for _ in kv.groups]
-        self._begun = False
-        self._fixed = {
-            "input_ids": self._tokens,
-            "positions": self._positions,
-            "query_starts": np.arange(size + 1, dtype=np.int32),
-            "kv_lens": self._kv_lens,
-            "slots": tuple(self._slots),
-            "block_tables": tuple(self._tables),
-            "logit_rows": np.arange(size),
-            "adapters": adapters,
-        }
-
-    def next(self, tokens: Sequence[int]) -> RaggedBatch:
-        """Update the batch for the next step, after its blocks were reserved."""
-        self._tokens[:] = tokens
-        self._positions += 1
-        self._kv_lens += 1
-        self._longest += 1
-        if self._begun:
-            for slots in self._slots:
-                slots += 1
-            self._enter_blocks()
-        else:
-            self._begun = True
-            self._fill()
-        return RaggedBatch(**self._fixed, max_query_len=1, max_kv_len=self._longest)  # type: ignore[arg-type]
-
-    def _fill(self) -> None:
-        column, offset = np.divmod(self._positions, self._kv.block_size)
-        rows = np.arange(len(self._seq_ids))
-        for group, (table, slots) in enumerate(zip(self._tables, self._slots, strict=True)):
-            table[:] = block_tables(self._kv, group, self._seq_ids, table.shape[1])
-            slots[:] = table[rows, column].astype(np.int64) * self._kv.block_size + offset
-
-    def _enter_blocks(self) -> None:
-        """Enter the new block of each sequence that has just reached a block's first position."""
-        block_size = self._kv.block_size
-        for row in np.flatnonzero(self._positions % block_size == 0).tolist():
-            column = int(self._positions[row]) // block_size
-            for group, (table, slots) in enumerate(zip(self._tables, self._slots, strict=True)):
-                block = self._kv.block_table(group, self._seq_ids[row])[column]
-                table[row, column] = block
-                slots[row] = block * block_size
-
-
-def _logit_rows(batch: Sequence[Entry], starts: np.ndarray) -> np.ndarray:
-    rows: list[int] = []
-    last, every = Logits.LAST, Logits.ALL
-    for entry, first, end in zip(batch, starts[:-1].tolist(), starts[1:].tolist(), strict=True):
-        if entry.logits is last:
-            rows.append(end - 1)
-        elif entry.logits is every:
-            rows.extend(range(first, end))
-    return np.array(rows, np.int64)
-
-
-def _state_rows(batch: Sequence[Entry], starts: np.ndarray) -> np.ndarray:
-    rows: list[int] = []
-    for entry, end in zip(batch, starts[1:].tolist(), strict=True):
-        rows.extend(range(end - num_states(entry), end))
-    return np.array(rows, np.int64)
-
 
 T = TypeVar("T")
 Kept: TypeAlias = Callable[[T], Sequence[Sequence[int]]]  # maps `read`'s result to each entry's tokens to commit
@@ -227,10 +48,69 @@ class Forward(Protocol):
     ) -> T: ...
 
 
+class RunRows:
+    """The rows of a run. A row leaves after its last token, or when the caller says so; the others go on.
+
+    Args:
+        batch: each row's first entry.
+        num_draws: the most tokens that each row may draw.
+        remove: removes a sequence from the context and frees its blocks.
+    """
+
+    def __init__(self, batch: Sequence[Entry], num_draws: Sequence[int], remove: Callable[[int], None]) -> None:
+        self.live = list(range(len(batch)))  # rows of the next step
+        self.seq_ids = [entry.seq_id for entry in batch]  # of the live rows, as are `n_past`
+        self.n_past = [entry.n_past for entry in batch]
+        self.freed: list[int] = []  # rows that hold no blocks any more
+        self._remove = remove
+        self._all_ids = self.seq_ids
+        self._num_draws = num_draws
+        self._next_end = min(num_draws)  # steps after which the next row leaves
+        self._leaving: set[int] = set()
+        self._holding: set[int] = set()  # rows that have left and still hold blocks
+
+    def leave(self, row: int) -> None:
+        """Take a row out of the following steps."""
+        self._leaving.add(row)
+
+    def narrow(self, num_steps: int) -> list[int] | None:
+        """Let rows leave after `num_steps` steps; return the places of those that stay, None if all of them stay."""
+        if num_steps < self._next_end and not self._leaving:
+            return None
+        size = len(self.live)
+        places = [
+            place
+            for place, row in enumerate(self.live)
+            if self._num_draws[row] > num_steps and row not in self._leaving
+        ]
+        self._leaving.clear()
+        if len(places) == size:
+            return None
+        stay = [self.live[place] for place in places]
+        self._holding |= {*self.live} - {*stay}
+        self.live = stay
+        self.seq_ids = [self.seq_ids[place] for place in places]
+        self.n_past = [self.n_past[place] for place in places]
+        self._next_end = min((self._num_draws[row] for row in stay), default=0)
+        return places
+
+    def entries(self, tokens: Sequence[int]) -> list[tuple[int, tuple[int, ...], int]]:
+        """Return what a step of the live rows reserves blocks for."""
+        return [(seq_id, (token,), n) for seq_id, token, n in zip(self.seq_ids, tokens, self.n_past, strict=True)]
+
+    def free(self) -> None:
+        """Free the blocks of the rows that have left. No step under way may have such a row."""
+        for row in sorted(self._holding):
+            self._remove(self._all_ids[row])
+        self.freed += sorted(self._holding)
+        self._holding.clear()
+
+
 class DecodeRun:
     """Runs decode steps one after another. `OverlappedRun` has the same methods and launches one step ahead.
 
-    No other code may change these sequences before `close`.
+    No other code may change these sequences before `close`. A sequence leaves the run after its last token, or by
+    `leave`. The run then frees its blocks, and goes on with the others.
 
     Args:
         kv: holds the sequences.
@@ -238,6 +118,7 @@ class DecodeRun:
         states: each sequence's sampler; after `step` the caller updates it with the drawn token.
         forward: see Forward.
         max_steps: most steps of this run.
+        rows: its rows, one for each entry.
     """
 
     verifies: ClassVar[Literal[True]] = True  # checks drafted tokens
@@ -249,6 +130,7 @@ class DecodeRun:
         states: Sequence[SamplerState],
         forward: Forward,
         max_steps: int,
+        rows: RunRows,
     ) -> None:
         assert all(len(entry.tokens) == 1 for entry in batch)
         self._kv = kv
@@ -256,9 +138,9 @@ class DecodeRun:
         self._states = states
         self._forward = forward
         self._steps_left = max_steps
-        self._seq_ids = [entry.seq_id for entry in batch]
-        self._tokens = [entry.tokens[0] for entry in batch]
-        self._n_past = [entry.n_past for entry in batch]
+        self._num_steps = 0
+        self._rows = rows
+        self._tokens = [entry.tokens[0] for entry in batch]  # of the live rows
         self._layout: RunLayout | None = run_layout(kv, batch, max_steps)
 
     @property
@@ -266,8 +148,13 @@ class DecodeRun:
         """Whether a step is under way between two calls of `step`."""
         return False
 
-    def step(self, *, ahead: bool = True) -> list[Sampled | SampleFault]:
-        """Evaluate every sequence's newest token and draw the next.
+    @property
+    def is_over(self) -> bool:
+        """Whether no step is left to read."""
+        return not (self._steps_left and self._rows.live)
+
+    def step(self, *, ahead: bool = True) -> list[Sampled | SampleFault | None]:
+        """Evaluate every sequence's newest token and draw the next; a sequence that has left has no draw.
 
         Args:
             ahead: whether the next step may begin, too; a DecodeRun ignores it.
@@ -275,34 +162,49 @@ class DecodeRun:
         Raises:
             BatchError, OutOfBlocks: as `Context.eval`; nothing was changed, and the run is over.
         """
-        steps = [
-            (seq_id, (token,), n) for seq_id, token, n in zip(self._seq_ids, self._tokens, self._n_past, strict=True)
-        ]
-        reads = any(state.reads_logits for state in self._states)
-        positions = [n + 1 for n in self._n_past]
-        drawn = self._forward(
-            steps,
-            self._lay_out,
-            lambda rows, largest: choose(rows, largest, self._states, positions),
-            with_logits=reads,
-        )
-        self._n_past = positions
-        self._tokens = [_input(draw) for draw in drawn]
-        self._steps_left -= 1
+        self._narrow()
+        live = self._rows.live
+        drawn: list[Sampled | SampleFault | None] = [None] * len(self._batch)
+        if live:
+            states = [self._states[row] for row in live]
+            positions = [n + 1 for n in self._rows.n_past]
+            draws = self._forward(
+                self._rows.entries(self._tokens),
+                self._lay_out,
+                lambda rows, largest: choose(rows, largest, states, positions),
+                with_logits=any(state.reads_logits for state in states),
+            )
+            self._rows.n_past = positions
+            self._tokens = [_input(draw) for draw in draws]
+            self._steps_left -= 1
+            self._num_steps += 1
+            for row, draw in zip(live, draws, strict=True):
+                drawn[row] = draw
+            self._narrow()
+        self._rows.free()
         return drawn
+
+    def leave(self, row: int) -> None:
+        """Take a sequence out of the following steps; `freed` has its row once it holds no blocks."""
+        self._rows.leave(row)
+
+    def freed(self) -> list[int]:
+        """Return the rows of the batch whose sequences were freed since the last call."""
+        freed, self._rows.freed = self._rows.freed, []
+        return freed
 
     def has_room(self, drafts: Sequence[Sequence[int]]) -> bool:
         """Whether the pool has enough blocks to verify these drafts."""
         paper = self._kv.draft()
-        ends = [n + 1 + len(draft) for n, draft in zip(self._n_past, drafts, strict=True)]
-        return all(paper.grow([seq_id], end) for seq_id, end in zip(self._seq_ids, ends, strict=True))
+        ends = [n + 1 + len(draft) for n, draft in zip(self._rows.n_past, drafts, strict=True)]
+        return all(paper.grow([seq_id], end) for seq_id, end in zip(self._rows.seq_ids, ends, strict=True))
 
     def verify(self, drafts: Sequence[Sequence[int]]) -> list[list[Sampled | SampleFault]]:
         """Verify drafted tokens in one step; the draws equal those of single steps.
 
         Each draft is evaluated behind its sequence's newest token. A token is drawn at each position, up to the first
         mismatch with the draft. The KV of the rejected tokens is dropped. The samplers accept the drawn tokens here,
-        since a penalty or a grammar needs each token before it can draw the next one.
+        since a penalty or a grammar needs each token before it can draw the next one. No sequence may leave such a run.
 
         Args:
             drafts: each sequence's guessed next tokens; a draft may be empty. `has_room` must hold for the drafts.
@@ -313,9 +215,10 @@ class DecodeRun:
         Raises:
             BatchError, OutOfBlocks: as `step`.
         """
+        rows = self._rows
         batch = [
             Entry(first.seq_id, (token, *draft), n, Logits.ALL, first.adapter)
-            for first, token, n, draft in zip(self._batch, self._tokens, self._n_past, drafts, strict=True)
+            for first, token, n, draft in zip(self._batch, self._tokens, rows.n_past, drafts, strict=True)
         ]
         drawn = self._forward(
             [(entry.seq_id, entry.tokens, entry.n_past) for entry in batch],
@@ -324,7 +227,7 @@ class DecodeRun:
             with_logits=any(state.reads_logits for state in self._states),
             kept=lambda drawn: [entry.tokens[: len(draws)] for entry, draws in zip(batch, drawn, strict=True)],
         )
-        self._n_past = [n + len(draws) for n, draws in zip(self._n_past, drawn, strict=True)]
+        rows.n_past = [n + len(draws) for n, draws in zip(rows.n_past, drawn, strict=True)]
         self._tokens = [_input(draws[-1]) for draws in drawn]
         self._steps_left -= 1
         self._layout = None  # the sequences have not moved on by one position each
@@ -347,7 +250,7 @@ class DecodeRun:
                     None if rows is None else rows[at],
                     None if largest is None else largest.rows(at),
                     [self._states[index] for index in going],
-                    [self._n_past[index] + 1 + place for index in going],
+                    [self._rows.n_past[index] + 1 + place for index in going],
                 )
             except Exception:
                 if place == 0:
@@ -367,12 +270,21 @@ class DecodeRun:
 
     def _lay_out(self) -> RaggedBatch:
         if self._layout is None:
+            firsts = (self._batch[row] for row in self._rows.live)
             batch = [
                 Entry(first.seq_id, (token,), n, adapter=first.adapter)
-                for first, token, n in zip(self._batch, self._tokens, self._n_past, strict=True)
+                for first, token, n in zip(firsts, self._tokens, self._rows.n_past, strict=True)
             ]
             self._layout = run_layout(self._kv, batch, self._steps_left)
         return self._layout.next(self._tokens)
+
+    def _narrow(self) -> None:
+        """Let the rows leave that have no further step."""
+        places = self._rows.narrow(self._num_steps)
+        if places is not None:
+            self._tokens = [self._tokens[place] for place in places]
+            if self._layout is not None:
+                self._layout.keep(places)
 
 
 def _input(draw: Sampled | SampleFault) -> int:
@@ -397,9 +309,10 @@ _UNKNOWN = 0  # a placeholder: the device fills in the token that it draws
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """A launched step, the reservation of its blocks, and the positions that its draws are of."""
+    """A launched step, its rows of the run, the reservation of their blocks, and the positions of their draws."""
 
     launched: Launched
+    rows: list[int]
     reservation: Reservation
     positions: list[int]
 
@@ -415,12 +328,15 @@ class OverlappedRun:
         host      launch N+1   wait for N   redraw N+1   launch N+2   wait for N+1   ...
         device    [forward N+1             ][redraw    ][forward N+2              ]
 
+    A sequence that leaves may have a row in steps that are launched already. Its blocks are freed when they were read.
+
     Args:
         kv: holds the sequences.
         runner: launches the steps.
         batch: an entry of one token each.
         states: each sequence's sampler; the caller updates it with each accepted token before the next step.
         max_steps: most steps of this run.
+        rows: its rows, one for each entry.
     """
 
     verifies: ClassVar[Literal[False]] = False
@@ -432,19 +348,20 @@ class OverlappedRun:
         batch: Sequence[Entry],
         states: Sequence[SamplerState],
         max_steps: int,
+        rows: RunRows,
     ) -> None:
         assert all(len(entry.tokens) == 1 for entry in batch)
         self._kv = kv
         self._runner = runner
-        self._seq_ids = [entry.seq_id for entry in batch]
-        self._tokens = [entry.tokens[0] for entry in batch]  # input of the step to be read next
-        self._n_past = [entry.n_past for entry in batch]  # of the step to be launched next
+        self._rows = rows  # of the step to be launched next
+        self._tokens = [entry.tokens[0] for entry in batch]  # every row's input of the step to be read next
         self._layout = run_layout(kv, batch, max_steps)
         self._states = states
         self._draws = DrawTable([state.params for state in states])
         # A row may leave these, when it has its `min_tokens`; none joins them.
         self._dependent = [row for row, state in enumerate(states) if _depends(state)]
         self._steps_left = max_steps  # to be launched
+        self._num_launched = 0
         self._ahead: _Flight | None = None
         self._fault: Exception | None = None  # why no step could be launched ahead
 
@@ -453,8 +370,13 @@ class OverlappedRun:
         """Whether a step is under way between two calls of `step`."""
         return self._ahead is not None
 
-    def step(self, *, ahead: bool = True) -> list[Sampled | SampleFault]:
-        """Evaluate every sequence's newest token and draw the next.
+    @property
+    def is_over(self) -> bool:
+        """Whether no step is left to read."""
+        return self._ahead is None and self._fault is None and not (self._steps_left and self._rows.live)
+
+    def step(self, *, ahead: bool = True) -> list[Sampled | SampleFault | None]:
+        """Evaluate every sequence's newest token and draw the next; a sequence that has left has no draw.
 
         Args:
             ahead: whether the next step may be launched, too.
@@ -465,28 +387,43 @@ class OverlappedRun:
         """
         if self._fault is not None:
             raise self._fault
-        flight = self._ahead or self._launch(self._tokens, None)
+        drawn: list[Sampled | SampleFault | None] = [None] * len(self._tokens)
+        flight = self._ahead or self._launch(None)
         self._ahead = None
+        if flight is None:
+            self._rows.free()
+            return drawn
         # Commit now: the host knows this step's input tokens, and the device fills the blocks before any later launch
         # can read them.
-        flight.reservation.commit([(token,) for token in self._tokens])
+        flight.reservation.commit([(self._tokens[row],) for row in flight.rows])
         # Before the next step is launched: it reads these rows' tokens.
         redrawn = self._redraw(flight)
         if ahead and self._steps_left:
             try:
-                self._ahead = self._launch([_UNKNOWN] * len(self._tokens), flight.launched)
+                self._ahead = self._launch(flight)
             except Exception as error:
                 self._fault = error  # raised by the next call, as this step's tokens must be returned first
-        tokens = _read(flight)
-        drawn: list[Sampled | SampleFault] = [
-            SampleFault(NOT_FINITE) if token is None else Sampled(token) for token in tokens
-        ]
+        tokens = self._tokens
+        for row, token in zip(flight.rows, _read(flight), strict=True):
+            drawn[row] = SampleFault(NOT_FINITE) if token is None else Sampled(token)
+            # A sequence without a token ends with this step; the device also uses 0 for it.
+            tokens[row] = token or 0
         for rows, results in redrawn:
             for row, result in zip(rows, results(), strict=True):
                 drawn[row] = result
-        # A sequence without a token ends with this step; the device also uses 0 for it.
-        self._tokens = [_input(draw) for draw in drawn]
+                tokens[row] = _input(result)
+        # The last step of a row that has left was read, and the step under way was launched without the row.
+        self._rows.free()
         return drawn
+
+    def leave(self, row: int) -> None:
+        """See `DecodeRun.leave`; a step under way still has a draw of this row."""
+        self._rows.leave(row)
+
+    def freed(self) -> list[int]:
+        """See `DecodeRun.freed`."""
+        freed, self._rows.freed = self._rows.freed, []
+        return freed
 
     def close(self) -> None:
         """Wait for the step under way and roll it back, so that other sequences may take its blocks.
@@ -504,44 +441,60 @@ class OverlappedRun:
 
     def _redraw(self, flight: _Flight) -> "list[tuple[list[int], Callable[[], list[Sampled | SampleFault]]]]":
         """Launch the draws of the rows that need the host; returns these rows, and functions that read them."""
-        rows = self._dependent = [row for row in self._dependent if _depends(self._states[row])]
+        if not self._dependent:
+            return []
+        places = {row: place for place, row in enumerate(flight.rows)}
+        rows = self._dependent = [row for row in self._dependent if row in places and _depends(self._states[row])]
         if not rows:
             return []
         try:
-            return [(rows, self._redrawn(flight, rows).results)]
+            return [(rows, self._redrawn(flight, rows, places).results)]
         except Exception:
             # guard: a sampler's fault is its row's, in an overlapped step too
-            return [([row], self._redrawn_alone(flight, row)) for row in rows]
+            return [([row], self._redrawn_alone(flight, row, places)) for row in rows]
 
-    def _redrawn(self, flight: _Flight, rows: list[int]) -> Redrawn:
-        states = [self._states[row] for row in rows]
-        return flight.launched.redraw(rows, states, [flight.positions[row] for row in rows])
+    def _redrawn(self, flight: _Flight, rows: list[int], places: dict[int, int]) -> Redrawn:
+        states, at = [self._states[row] for row in rows], [places[row] for row in rows]
+        return flight.launched.redraw(at, states, [flight.positions[place] for place in at])
 
-    def _redrawn_alone(self, flight: _Flight, row: int) -> "Callable[[], list[Sampled | SampleFault]]":
+    def _redrawn_alone(
+        self, flight: _Flight, row: int, places: dict[int, int]
+    ) -> "Callable[[], list[Sampled | SampleFault]]":
         try:
-            return self._redrawn(flight, [row]).results
+            return self._redrawn(flight, [row], places).results
         except Exception as error:
             fault = SampleFault(f"choosing a token failed: {error!r}")
             return lambda: [fault]
 
-    def _launch(self, tokens: Sequence[int], after: Launched | None) -> _Flight:
-        steps = [
-            (seq_id, (token,), n_past)
-            for seq_id, token, n_past in zip(self._seq_ids, tokens, self._n_past, strict=True)
-        ]
-        reservation = self._kv.reserve(steps)
-        positions = [n_past + 1 for n_past in self._n_past]
+    def _launch(self, after: _Flight | None) -> _Flight | None:
+        """Launch the next step, behind the step `after` or with tokens that the host knows; None if no row is left."""
+        rows = self._rows
+        places = rows.narrow(self._num_launched)
+        if not rows.live:
+            return None
+        if places is not None:
+            self._layout.keep(places)
+            self._draws.keep(places)
+        tokens = [_UNKNOWN] * len(rows.live) if after is not None else [self._tokens[row] for row in rows.live]
+        reservation = self._kv.reserve(rows.entries(tokens))
+        positions = [n_past + 1 for n_past in rows.n_past]
         try:
             for group, pairs in enumerate(reservation.copies):
                 if pairs:
                     self._runner.copy_blocks(group, pairs)
-            launched = self._runner.launch(self._layout.next(tokens), self._draws.at(positions), after)
+            launched = self._runner.launch(
+                self._layout.next(tokens),
+                self._draws.at(positions),
+                None if after is None else after.launched,
+                None if after is None else places,
+            )
         except BaseException:
             reservation.rollback()
             raise
-        self._n_past = positions
+        rows.n_past = positions
         self._steps_left -= 1
-        return _Flight(launched, reservation, positions)
+        self._num_launched += 1
+        return _Flight(launched, rows.live, reservation, positions)
 
 
 def _read(flight: _Flight) -> list[int | None]:

@@ -293,7 +293,7 @@ def _embed_kernel(
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(given_ptr + row)
     if HAS_DRAWN:
-        token = tl.where(token < 0, tl.load(drawn_ptr + row), token)
+        token = tl.where(token < 0, tl.load(drawn_ptr - 1 - token, mask=token < 0, other=0), token)
     # A row that could not be drawn from holds -1, which is no row of the embedding.
     token = tl.minimum(tl.maximum(token, 0), vocab_size - 1)
     columns = tl.arange(0, PAD)
@@ -445,8 +445,8 @@ class TileLinear:
 
         Args:
             table: [vocab_size, width].
-            given: [R] int64; below 0 where the row goes on with what was drawn.
-            drawn: [R or more] int64, each row's token of the step before; None where all are given.
+            given: [R] int64; -1 - row where a row goes on with what was drawn in that row.
+            drawn: int64, each row's token of the step before; None where all are given.
         """
         vocab_size, width = table.shape
         parts = triton.cdiv(width, self.tiles.added.columns)

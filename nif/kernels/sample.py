@@ -39,7 +39,7 @@ def _next_tokens_kernel(out_ptr, given_ptr, drawn_ptr, num_rows, CHUNK: tl.const
     rows = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     mask = rows < num_rows
     given = tl.load(given_ptr + rows, mask=mask, other=0)
-    drawn = tl.load(drawn_ptr + rows, mask=mask, other=0)
+    drawn = tl.load(drawn_ptr - 1 - given, mask=mask & (given < 0), other=0)
     # A row that could not be drawn from holds -1, which is no row of the embedding.
     tl.store(out_ptr + rows, tl.maximum(tl.where(given < 0, drawn, given), 0), mask=mask)
 
@@ -48,10 +48,9 @@ def next_tokens(given: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
     """The input ids [R] int64 of a step.
 
     Args:
-        given: [R] int64, contiguous; below 0 where the row goes on with what was drawn.
-        drawn: [R or more] int64, contiguous, each row's token of the step before; below 0 counts as 0.
+        given: [R] int64, contiguous; -1 - row where a row goes on with what was drawn in that row.
+        drawn: int64, contiguous, each row's token of the step before; below 0 counts as 0.
     """
-    assert len(drawn) >= len(given)
     out = torch.empty_like(given)
     programs = triton.cdiv(len(given), _ROW_CHUNK)
     _next_tokens_kernel[(programs,)](out, given, drawn, len(given), CHUNK=_ROW_CHUNK, num_warps=4)

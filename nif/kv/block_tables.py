@@ -397,17 +397,17 @@ class Reservation:
         self._on_end()
         sequences, settle = self._tables.sequences, self._tables.settle
         shorter: list[KVSequence] = []
+        reserved = [tokens for _, tokens, _ in self._entries]
         # guard: tokens told at the commit
-        if evaluated is not None:
-            entries = list(zip(self._entries, evaluated, strict=True))
-            shorter = [sequences[seq_id] for (seq_id, tokens, _), kept in entries if len(kept) < len(tokens)]
-            self._entries = [(seq_id, kept, n_past) for (seq_id, _, n_past), kept in entries]
-        for seq_id, tokens, _ in self._entries:
+        kept = reserved if evaluated is None else evaluated
+        for (seq_id, _, _), most, tokens in zip(self._entries, reserved, kept, strict=True):
             sequence = sequences[seq_id]
             positions = sequence.tokens
             positions.extend(tokens)
             if len(positions) >= sequence.wake:
                 settle(sequence)
+            if len(tokens) < len(most):
+                shorter.append(sequence)
         for group, block in self.replaced():
             self._tables.pools[group].release((block,))
         for sequence in shorter:
@@ -429,6 +429,10 @@ class Reservation:
                 pool.release((table[-1],))
                 table[-1] = shared
             sequence.writable = len(sequence.tokens)
+
+    def writes(self, seq_id: int) -> bool:
+        """Return whether the step adds positions to this sequence."""
+        return any(seq_id == entry for entry, _, _ in self._entries)
 
     def replaced(self) -> Iterator[tuple[int, int]]:
         """Return the (group, block) pairs that copies replaced: no table has them, but a rollback needs them."""

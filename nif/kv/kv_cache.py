@@ -6,7 +6,7 @@
 
 This module has no tensors: the runner owns the blocks' content, and copies are returned as pairs of block ids.
 Each layer group has its own pool, and each sequence has one block table per group. A KVCache is not thread-safe.
-Between reserve and commit only reads are allowed.
+Between reserve and commit only reads are allowed, and `seq_rm` of a sequence that the step leaves out.
 """
 
 import time
@@ -271,7 +271,7 @@ class KVCache:
             BatchError: the range is not within the sequence, would leave a hole, or cuts the sequence where the next
                 token attends to positions that fell behind a window.
         """
-        self._assert_idle()
+        assert self._open is None or not self._open.writes(seq_id), f"a step is in progress that writes to {seq_id}"
         sequence = sequence_of(self._tables, seq_id)
         end = len(sequence.tokens) if p1 is None else p1
         check_removal(self._tables, seq_id, p0, end)

@@ -40,7 +40,7 @@ from genbatch.nif.sampling.sampler import SamplerState
 class DecodeStep:
     """A decode batch and the parameters for drawing each row's next token."""
 
-    batch: TensorBatch  # an input id below 0 means the token that the previous step drew in the same row
+    batch: TensorBatch  # an input id of -1 - row means the token that the previous step drew in that row
     draws: torch.Tensor  # [R, NUM_PARAMS] float64, see DrawTable
     adapters: torch.Tensor | None = None  # [R] int32, see `DeviceLora.numbers`
 
@@ -546,14 +546,16 @@ class Launches:
         self._turn = 0
         self._latest: LaunchedStep | None = None
 
-    def launch(self, step: DecodeStep, after: Launched | None) -> "LaunchedStep":
+    def launch(
+        self, step: DecodeStep, after: Launched | None, after_rows: Sequence[int] | None = None
+    ) -> "LaunchedStep":
         """Launch a step from CPU tensors; see `LaunchingRunner.launch`."""
         assert after is None or after is self._latest, "only the last step's tokens are still on the device"
         pair = self._pairs[self._turn]
         assert pair.holds is None or pair.holds.is_read, "two steps are under way"
         rows = len(step.draws)
         if after is not None:
-            ids = torch.full_like(step.batch.input_ids, -1)
+            ids = -1 - (torch.arange(rows) if after_rows is None else torch.tensor(after_rows))
             step = dataclasses.replace(step, batch=dataclasses.replace(step.batch, input_ids=ids))
         captured = None if self._graphs is None else self._graphs.find(step)
         graph = None

@@ -220,7 +220,13 @@ class TritonRunner:
         return rows_of(self._run(self._upload.upload(step), every_row))
 
     @runs_on_device
-    def launch(self, batch: RaggedBatch, draws: npt.NDArray[np.float64], after: Launched | None) -> Launched:
+    def launch(
+        self,
+        batch: RaggedBatch,
+        draws: npt.NDArray[np.float64],
+        after: Launched | None,
+        rows: Sequence[int] | None = None,
+    ) -> Launched:
         """Launch a decode step and its draws; see `LaunchingRunner.launch`.
 
         Raises:
@@ -231,7 +237,7 @@ class TritonRunner:
         check_batch(batch, self._limits)
         step = tensors(batch)
         numbers = self._lora.numbers(step.adapters) if isinstance(self._lora, DeviceLora) else None
-        return self._launches.launch(DecodeStep(step, torch.from_numpy(draws), numbers), after)
+        return self._launches.launch(DecodeStep(step, torch.from_numpy(draws), numbers), after, rows)
 
     @runs_on_device
     def add_adapter(self, adapter: LoraAdapter) -> None:

@@ -369,7 +369,7 @@ class DrawTable:
     def __init__(self, params: Sequence[SamplingParams]) -> None:
         self._table = np.array([(p.temperature, p.top_k, p.top_p, p.min_p, 0.0) for p in params], np.float64)
         self._drawing = np.flatnonzero(self._table[:, 0] > 0.0)
-        self._keys = np.array([stream_key(p.seed) for p in params if p.temperature > 0.0], np.uint64)
+        self._keys = np.array([stream_key(p.seed) if p.temperature > 0.0 else 0 for p in params], np.uint64)
 
     def at(self, positions: Sequence[int]) -> Doubles:
         """Return the table [R, NUM_PARAMS] of a step's draws; the next call overwrites the table.
@@ -378,5 +378,11 @@ class DrawTable:
             positions: each row's draw counter.
         """
         if len(self._drawing):
-            self._table[self._drawing, 4] = uniforms(self._keys, np.array(positions, np.int64)[self._drawing])
+            rows = self._drawing
+            self._table[rows, 4] = uniforms(self._keys[rows], np.array(positions, np.int64)[rows])
         return self._table
+
+    def keep(self, places: list[int]) -> None:
+        """Drop all rows but those at these places."""
+        self._table, self._keys = self._table[places], self._keys[places]
+        self._drawing = np.flatnonzero(self._table[:, 0] > 0.0)

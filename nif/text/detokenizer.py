@@ -187,12 +187,13 @@ class _Decoding(Protocol):
 class _Vocabulary:
     """Maps ids to tokens that have a text."""
 
-    __slots__ = ("_special", "bytes", "shown", "tokenizer")
+    __slots__ = ("_special", "bytes", "shown", "texts", "tokenizer")
 
     def __init__(self, tokenizer: Tokenizer, shown: frozenset[int]) -> None:
         self.tokenizer = tokenizer
         self.shown = shown
         self.bytes = _TokenBytes(self)
+        self.texts = _TokenTexts(self.bytes)
         added = tokenizer.get_added_tokens_decoder()
         self._special = {token_id for token_id, token in added.items() if token.special} - shown
 
@@ -223,19 +224,45 @@ class _TokenBytes(dict[int, bytes]):
         return found
 
 
+class _TokenTexts(dict[int, str | None]):
+    """Caches the texts of byte-level tokens at their first use; None for bytes that are no whole code points."""
+
+    def __init__(self, token_bytes: _TokenBytes) -> None:
+        super().__init__()
+        self._bytes = token_bytes
+
+    def __missing__(self, token_id: int) -> str | None:
+        try:
+            text: str | None = self._bytes[token_id].decode("utf-8")
+        except UnicodeDecodeError:
+            text = None
+        self[token_id] = text
+        return text
+
+
 class _ByteDecoding:
     """Decodes byte-level vocabularies: tokens are bytes, and only code point boundaries matter."""
 
-    __slots__ = ("_bytes", "_utf8")
+    __slots__ = ("_bytes", "_is_within", "_texts", "_utf8")
 
     def __init__(self, vocabulary: _Vocabulary) -> None:
         self._bytes = vocabulary.bytes
+        self._texts = vocabulary.texts
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._is_within = False  # whether the decoder may hold the first bytes of a code point
 
     def push(self, token_id: int) -> str:
-        return self._utf8.decode(self._bytes[token_id])
+        if not self._is_within:
+            text = self._texts[token_id]
+            if text is not None:
+                return text
+            self._is_within = True
+        text = self._utf8.decode(self._bytes[token_id])
+        self._is_within = self._utf8.getstate()[0] != b""
+        return text
 
     def flush(self) -> str:
+        self._is_within = False
         return self._utf8.decode(b"", final=True)
 
 

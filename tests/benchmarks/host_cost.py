@@ -1,7 +1,11 @@
 """What a decode step costs on the host when the forward costs nothing: CPU time a step, by thread.
 
     python tests/benchmarks/host_cost.py --sequences 1 8 32
-    python tests/benchmarks/host_cost.py --sequences 256 --forward-ms 11    # beside a GPU: the event loop keeps up
+    python tests/benchmarks/host_cost.py --sequences 256 --forward-ms 11 --launches    # beside a GPU
+    python tests/benchmarks/host_cost.py --sequences 256 --forward-ms 11 --launches --any-length --requests 1024
+
+With --launches the runner launches steps as a GPU's runner does, and a step ends `--forward-ms` after the one before.
+With --any-length the requests' lengths are random, and the steps of a run are counted.
 
 Real are the tokenizer, the KV bookkeeping, the scheduler, the Batcher and its streams; the runner's forward returns
 logits that were made before. CPU time is per thread, so other programs on the machine matter little. "loop" is the
@@ -11,11 +15,13 @@ choosing the tokens.
 
 import argparse
 import cProfile
+import gc
 import pstats
 import threading
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
+from typing import Any
 
 import numpy as np
 import trio
@@ -23,12 +29,13 @@ import trio
 from genbatch.actors.batcher.batcher import Batcher
 from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
+from genbatch.actors.batcher.stepper import RunAhead
 from genbatch.actors.runtime.actor import ActorRef, start
 from genbatch.clients.interface import TokenStream
 from genbatch.nif.context import Context
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.model import load_model
-from genbatch.nif.runner import Content, Largest, RaggedBatch
+from genbatch.nif.runner import Content, Largest, Launched, RaggedBatch
 from genbatch.nif.sampling.draw import Floats
 from genbatch.proto.messages import GenerateRequest
 
@@ -85,6 +92,38 @@ class IdleRunner:
         """Nothing to release."""
 
 
+class LaunchingIdleRunner(IdleRunner):
+    """An IdleRunner that launches decode steps: each ends `forward_s` after the one before. A LaunchingRunner."""
+
+    ends_at = 0.0  # when the device has done all that was launched
+
+    def launch(
+        self, batch: RaggedBatch, draws: Floats, after: Launched | None, rows: Sequence[int] | None = None
+    ) -> "LaunchedIdle":
+        """Launch a step; it copies the batch as a GPU's runner does."""
+        self.decodes += 1
+        self.last = time.thread_time()
+        self.first = self.first if self.decodes > 1 else self.last
+        parts = (batch.input_ids, batch.positions, batch.kv_lens, *batch.slots, *batch.block_tables, draws)
+        for part in parts:
+            part.copy()
+        self.ends_at = max(self.ends_at, time.perf_counter()) + self._forward_s
+        return LaunchedIdle(self._largest[len(batch.input_ids)].token_ids.tolist(), self.ends_at)
+
+
+class LaunchedIdle:
+    """A launched step. Implements Launched, but for `redraw`."""
+
+    def __init__(self, tokens: list[int | None], ends_at: float) -> None:
+        self._tokens = tokens
+        self._ends_at = ends_at
+
+    def wait(self) -> list[int | None]:
+        """The tokens, when the step has ended."""
+        time.sleep(max(0.0, self._ends_at - time.perf_counter()))
+        return self._tokens
+
+
 async def one_stream(ref: ActorRef, request: GenerateRequest, streamed: Callable[[int], None]) -> None:
     """A caller that reads its tokens one by one."""
     stream = TokenStream()
@@ -100,7 +139,7 @@ async def one_stream(ref: ActorRef, request: GenerateRequest, streamed: Callable
 
 async def run(model: Model, sequences: int, arguments: argparse.Namespace) -> tuple[float, float]:
     """Microseconds a decode step on the event loop's thread and on the model's."""
-    runner = IdleRunner(model, sequences, arguments.forward_ms / 1000)
+    runner = new_runner(model, sequences, arguments)
     blocks = [sequences * (arguments.prompt + arguments.new + 32) // 16 for _ in runner.groups]
     options = BatcherOptions(n_parallel=sequences, batch_timeout=1000.0, max_batch_tokens=8192, max_held_prompts=0)
     params = {"temperature": arguments.temperature, "repetition_penalty": arguments.repetition_penalty}
@@ -127,6 +166,44 @@ async def run(model: Model, sequences: int, arguments: argparse.Namespace) -> tu
     return 1e6 * (spent["last"] - spent["first"]) / steps, 1e6 * (runner.last - runner.first) / (runner.decodes - 1)
 
 
+def new_runner(model: Model, sequences: int, arguments: argparse.Namespace) -> IdleRunner:
+    kind = LaunchingIdleRunner if arguments.launches else IdleRunner
+    return kind(model, sequences, arguments.forward_ms / 1000)
+
+
+async def run_any_length(model: Model, sequences: int, arguments: argparse.Namespace) -> tuple[int, int, float]:
+    """Serve requests of random lengths; returns the steps, the runs and the seconds."""
+    runner = new_runner(model, sequences, arguments)
+    lengths = np.random.default_rng(4).integers(1, 2 * arguments.new, arguments.requests or sequences).tolist()
+    blocks = [sequences * (arguments.prompt + 2 * arguments.new + 32) // 16 for _ in runner.groups]
+    options = BatcherOptions(
+        n_parallel=sequences, batch_timeout=1000.0, max_batch_tokens=8192, max_held_prompts=0,
+        max_queue=len(lengths) + sequences, max_client_queue_share=1.0,
+    )  # fmt: skip
+    runs, evaluate = [0], RunAhead.evaluate
+
+    def count(run: RunAhead, *arguments: Any) -> Any:
+        runs[0] += 1
+        return evaluate(run, *arguments)
+
+    RunAhead.evaluate = count  # type: ignore[method-assign]
+    async with trio.open_nursery() as nursery:
+        open_context = lambda: Context(model, runner, num_blocks=blocks, n_parallel=sequences, n_batch=8192)  # noqa: E731
+        batcher = Batcher(open_context, options)
+        ref = await start(nursery, batcher, name="batcher")
+        began = time.perf_counter()
+        async with trio.open_nursery() as callers:
+            for index, length in enumerate(lengths):
+                tokens = [(index * 7919 + 31 * i) % (model.vocab_size - 10) + 5 for i in range(arguments.prompt)]
+                request = GenerateRequest(token_ids=tokens, max_tokens=length, ignore_eos=True, seed=index)
+                callers.start_soon(one_stream, ref, request, lambda _: None)
+        seconds = time.perf_counter() - began
+        steps = batcher.stats.steps
+        await ref.stop()
+    RunAhead.evaluate = evaluate  # type: ignore[method-assign]
+    return steps, runs[0], seconds
+
+
 def main() -> None:
     """Prints a line for each number of sequences."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -138,11 +215,23 @@ def main() -> None:
     parser.add_argument("--repetition-penalty", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--forward-ms", type=float, default=0.0, help="that a forward takes without computing")
+    parser.add_argument("--launches", action="store_true", help="launch steps as a GPU's runner does")
+    parser.add_argument("--any-length", action="store_true", help="requests of 1 to 2 * NEW tokens; count the runs")
+    parser.add_argument("--requests", type=int, default=0, help="with --any-length; as many as sequences by default")
     parser.add_argument("--profile", choices=("loop", "model"), help="show where one thread's time goes instead")
     arguments = parser.parse_args()
     model = load_model(arguments.model, n_gpu_layers=0)
+    gc.collect()
+    gc.freeze()  # as an engine process does
     if arguments.profile:
         show_profile(model, arguments)
+        return
+    if arguments.any_length:
+        print("| sequences | requests | steps | runs | steps a run | s |\n|---|---|---|---|---|---|")
+        for sequences in arguments.sequences:
+            steps, runs, seconds = trio.run(run_any_length, model, sequences, arguments)
+            requests = arguments.requests or sequences
+            print(f"| {sequences} | {requests} | {steps} | {runs} | {steps / runs:.1f} | {seconds:.1f} |", flush=True)
         return
     print("| sequences | loop, us a step | model, us a step | together, us a token |\n|---|---|---|---|")
     for sequences in arguments.sequences:

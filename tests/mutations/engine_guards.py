@@ -7,6 +7,7 @@ from tests.mutations.mutation import (
     catches_only,
     dropped,
     never,
+    only_then,
     replaced_by,
     value_becomes,
     without_operand,
@@ -223,7 +224,7 @@ ENGINE_GUARDS = (
     ),
     Mutation(
         "tokens told at the commit",
-        never,
+        only_then,
         ("nif/test_overlapped_run.py::test_what_a_run_generated_is_found_again_by_content",),
         "somebody's prompt is taken for another text",
     ),

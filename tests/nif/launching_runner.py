@@ -55,12 +55,19 @@ class LaunchingTorchRunner(TorchRunner):
         return super().forward(batch)
 
     @torch.inference_mode()
-    def launch(self, batch: RaggedBatch, draws: npt.NDArray[np.float64], after: Launched | None) -> LaunchedTokens:
+    def launch(
+        self,
+        batch: RaggedBatch,
+        draws: npt.NDArray[np.float64],
+        after: Launched | None,
+        rows: Sequence[int] | None = None,
+    ) -> LaunchedTokens:
         self.launches += 1
         self.trace.append(("launch", self.launches))
         if after is not None:
             assert isinstance(after, LaunchedTokens) and after.number == self.launches - 1
-            batch = dataclasses.replace(batch, input_ids=np.array([token or 0 for token in after.tokens]))
+            goes_on = range(len(after.tokens)) if rows is None else rows
+            batch = dataclasses.replace(batch, input_ids=np.array([after.tokens[row] or 0 for row in goes_on]))
         logits = self.forward(batch)
         assert isinstance(logits, np.ndarray)
         self.spoil(self.launches, logits)

@@ -226,3 +226,30 @@ def test_drafts_for_which_there_is_no_block_are_told_from_others(tiny_model: Tin
     assert run.has_room([[9] * 8, []]) and not run.has_room([[9] * 9, []])
     run.verify([[9] * 8, []])
     assert context.kv.free_blocks == (2,)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_run_goes_on_without_the_sequences_that_leave_it(tiny_model: TinyModel, family: str) -> None:
+    """One leaves after its last token, one is taken out; the first step has none of it then."""
+    model = tiny_model(family)
+    drawn: dict[bool, list[list[Sampled]]] = {True: [[], [], [], []], False: [[], [], [], []]}
+    for leave in (True, False):
+        context = Context(model, TorchRunner(model), n_ctx=512, n_parallel=4, block_size=4)
+        entries, states = begin(context, PARAMS)
+        num_draws = [STEPS, STEPS, 6, STEPS] if leave else None
+        run = context.decode_run(entries, states, max_steps=STEPS, num_draws=num_draws)
+        for step in range(STEPS):
+            if leave and step == 9:
+                run.leave(0)
+            for tokens, state, draw in zip(drawn[leave], states, run.step(), strict=True):
+                if isinstance(draw, Sampled):
+                    state.accept(draw.token_id)
+                    tokens.append(draw)
+            if leave:
+                assert run.freed() == {5: [2], 9: [0], STEPS - 1: [1, 3]}.get(step, [])
+            context.kv.check_integrity()
+        assert run.is_over
+        assert (context.kv.counts().used == 0) == leave
+        context.close()
+    for tokens, all_tokens, count in zip(drawn[True], drawn[False], (9, STEPS, 6, STEPS), strict=True):
+        assert [draw.token_id for draw in tokens] == [draw.token_id for draw in all_tokens[:count]]

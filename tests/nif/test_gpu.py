@@ -316,6 +316,44 @@ def test_h15_a_run_whose_steps_overlap_draws_what_single_steps_draw(gpu_model: A
 
 
 @pytest.mark.parametrize("graphed", [True, False])
+def test_h15_a_run_draws_the_same_without_the_rows_that_leave(gpu_model: Any, graphed: bool) -> None:
+    """The rows behind a row that leaves move up: their input is what another row has drawn."""
+    from genbatch.nif.context import Context
+    from genbatch.nif.engine_options import GraphOptions
+    from genbatch.nif.runner import Entry
+    from genbatch.nif.runners.triton_runner import TritonRunner
+    from genbatch.nif.sampling.draw import SamplingParams
+    from genbatch.nif.sampling.sampler import SamplerState
+
+    model = gpu_model("llama")
+    most = [40, 1, 17, 40, 5, 40]
+    texts = []
+    for num_draws in (most, None):
+        # One size, so that the products are the same with fewer rows.
+        graphs = GraphOptions(q_padding_interval_size=8, max_batch_size=8) if graphed else None
+        context = Context(model, TritonRunner(model, graphs=graphs), n_ctx=2048, n_parallel=6, block_size=BLOCK_SIZE)
+        entries = []
+        for seq_id in range(6):
+            context.prefill([seq_id + 3] * (5 + seq_id), seq_id, 0)
+            entries.append(Entry(seq_id, [7], 5 + seq_id))
+        states = [SamplerState(SamplingParams(seed=seed, temperature=0.8 * (seed % 2)), ()) for seed in range(6)]
+        run = context.decode_run(entries, states, max_steps=40, num_draws=num_draws)
+        drawn: list[list[Any]] = [[] for _ in range(6)]
+        for step in range(40):
+            if num_draws is not None and step == 25:
+                run.leave(3)
+            for tokens, draw in zip(drawn, run.step(), strict=True):
+                if draw is not None:
+                    tokens.append(draw)
+        run.close()
+        texts.append(drawn)
+        context.kv.check_integrity()
+        context.close()
+    assert [len(tokens) for tokens in texts[0]] == [40, 1, 17, 26, 5, 40]
+    assert texts[0] == [tokens[: len(left)] for tokens, left in zip(texts[1], texts[0], strict=True)]
+
+
+@pytest.mark.parametrize("graphed", [True, False])
 def test_h15_async_batching_changes_no_text_on_the_gpu(gpu_model: Any, graphed: bool) -> None:
     trio = pytest.importorskip("trio")
     pytest.importorskip("msgspec")

@@ -346,3 +346,90 @@ def test_a_first_launch_that_fails_leaves_no_trace(tiny_model: TinyModel) -> Non
     run.close()
     assert context.kv.counts().used == used
     context.kv.check_integrity()
+
+
+# Of four sequences: the tokens that each may draw, and the steps before which the caller takes one out.
+DRAWS = [STEPS, 1, 12, STEPS]
+TAKEN_OUT = {7: 0}
+LASTS = [8, 1, 12, STEPS]  # so many draws each has: the one that is taken out is in the step that is under way
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("params", [GREEDY, MIXED], ids=["greedy", "mixed"])
+def test_a_run_goes_on_without_the_sequences_that_leave_it(
+    tiny_model: TinyModel, family: str, params: list[SamplingParams]
+) -> None:
+    model = tiny_model(family)
+    expected = single_steps(begin(model, params)[0], params, STEPS)
+    context, runner = begin(model, params)
+    run = context.decode_run(first_entries(params), states_of(params), max_steps=STEPS, num_draws=DRAWS)
+    assert isinstance(run, OverlappedRun)
+    drawn: list[list[int]] = [[], [], [], []]
+    freed: dict[int, int] = {}
+    for step in range(STEPS):
+        if step in TAKEN_OUT:
+            run.leave(TAKEN_OUT[step])
+        for tokens, draw in zip(drawn, run.step(), strict=True):
+            if draw is not None:
+                tokens += ids([draw])
+        freed |= dict.fromkeys(run.freed(), step)
+        context.kv.check_integrity()
+        lengths = [context.kv.length(seq_id) for seq_id in range(4)]
+        assert [length == 0 for length in lengths] == [seq_id in freed for seq_id in range(4)]
+    assert run.is_over
+    run.close()
+    assert drawn == [[tokens[seq_id] for tokens in expected[: LASTS[seq_id]]] for seq_id in range(4)]
+    # A sequence is freed in the step that reads its last row: the next step, which is under way, has none of it.
+    assert freed == {1: 0, 0: 7, 2: 11}
+    assert runner.launches == STEPS
+
+
+def test_the_blocks_of_a_sequence_that_leaves_are_kept_while_a_step_under_way_writes_to_them(
+    tiny_model: TinyModel,
+) -> None:
+    context, _ = begin(tiny_model("llama"), GREEDY)
+    run = start(context, GREEDY)
+    run.step()
+    run.leave(3)
+    with pytest.raises(AssertionError, match="that writes to 3"):
+        context.seq_rm(3)
+    used = context.kv.counts().used
+    run.step()  # reads the step that was under way; the one under way now has no row of the sequence
+    assert run.freed() == [3]
+    assert context.kv.counts().used < used
+    run.close()
+    context.kv.check_integrity()
+
+
+def test_a_row_that_depends_on_the_output_keeps_its_sampler_when_a_row_before_it_leaves(tiny_model: TinyModel) -> None:
+    params = [
+        SamplingParams(seed=0),
+        SamplingParams(seed=0, repetition_penalty=1.8),
+        SamplingParams(seed=3, logprobs=1),
+    ]
+    drawn: list[list[list[Sampled]]] = []
+    for num_draws in ([8, 8, 8], [2, 8, 8]):
+        context, _ = begin(tiny_model("llama"), params)
+        states = states_of(params)
+        run = context.decode_run(first_entries(params), states, max_steps=8, num_draws=num_draws)
+        drawn.append([])
+        for _ in range(8):
+            step = [draw for draw in run.step()[1:] if isinstance(draw, Sampled)]
+            for state, draw in zip(states[1:], step, strict=True):
+                state.accept(draw.token_id)
+            drawn[-1].append(step)
+        run.close()
+    assert drawn[0] == drawn[1]
+    assert drawn[0][5][1].logprob is not None
+
+
+def test_a_run_whose_sequences_have_all_left_is_over(tiny_model: TinyModel) -> None:
+    context, runner = begin(tiny_model("llama"), GREEDY)
+    run = context.decode_run(first_entries(GREEDY), states_of(GREEDY), max_steps=STEPS, num_draws=[3, 2, 3, 1])
+    for _ in range(3):
+        assert not run.is_over
+        run.step()
+    assert run.is_over and runner.launches == 3
+    assert run.freed() == [3, 1, 0, 2]
+    run.close()
+    assert context.kv.counts().used == 0

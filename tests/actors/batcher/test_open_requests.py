@@ -17,6 +17,7 @@ def test_open_and_waiting_sequences_are_counted_by_account_and_phase() -> None:
             monitor=object(),
             width=len(phases) if n is None else n,
             payer=None,
+            expires_at=None,
             sequences=[SimpleNamespace(phase=phase) for phase in phases],
         )
         requests.add(cast(Any, request))

@@ -331,6 +331,76 @@ async def test_a_batcher_that_is_stopped_during_a_run_ends_at_once(tiny_model: T
     assert runner.forwards < 30
 
 
+@pytest.mark.trio
+@pytest.mark.parametrize("overlapped", [False, True])
+async def test_a_run_goes_on_when_a_sequence_ends_and_answers_it_meanwhile(
+    overlapped: bool, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests of three lengths and one that a stop id ends: one run, and each has its answer and its slot back."""
+    runs: list[RunAhead] = []
+    evaluate = RunAhead.evaluate
+
+    def note(run: RunAhead, *arguments: Any) -> Any:
+        runs.append(run)
+        return evaluate(run, *arguments)
+
+    requests: list[dict[str, Any]] = [
+        {"token_ids": prompt_of(5 + seed, seed), "temperature": 2.0, "seed": seed, "max_tokens": length}
+        for seed, length in enumerate((50, 9, 20, 50))
+    ]
+    options: dict[str, Any] = {"batch_size": 4, "batch_timeout": 60_000.0, "overlapped": overlapped}
+    async with batcher(tiny_model("llama"), async_batching=False, **options) as bench:
+        want, _ = await gather(bench, requests)
+    stop = next(token for token in want[3].token_ids[25:] if token not in want[3].token_ids[:25])
+    requests[3]["stop_token_ids"] = [stop]
+    monkeypatch.setattr(RunAhead, "evaluate", note)
+    async with batcher(tiny_model("llama"), **options) as bench:
+        at_answer: dict[int, tuple[int, int]] = {}  # the runs that had begun, and the sequences with a slot
+        results: dict[int, Result] = {}
+        # The tokens of a step are handed out before the next one ends, on a busy machine too.
+        booked = [threading.Event() for _ in range(100)]
+
+        def watch(token: Token) -> None:
+            booked[token.index].set()
+
+        bench.runner.gate = lambda step: step < 3 or booked[step - 3].wait(timeout=30)
+
+        async def one(index: int) -> None:
+            on_token = watch if index == 0 else None
+            results[index] = await bench.generate(on_token, **requests[index])
+            at_answer[index] = len(runs), len(bench.actor.slots.sequences)
+
+        async with trio.open_nursery() as nursery:
+            for index in range(4):
+                nursery.start_soon(one, index)
+    for index in range(3):
+        assert results[index].token_ids == want[index].token_ids
+    assert results[3].token_ids == want[3].token_ids[: want[3].token_ids.index(stop) + 1]
+    assert at_answer == {1: (1, 3), 2: (1, 2), 3: (1, 1), 0: (1, 0)}
+
+
+@pytest.mark.trio
+async def test_a_run_ends_with_a_sequence_if_another_one_waits_for_its_slot(tiny_model: TinyModel) -> None:
+    options: dict[str, Any] = {"n_parallel": 2, "batch_size": 3, "batch_timeout": 60_000.0}
+    async with batcher(tiny_model("llama"), **options) as bench:
+        first_of_last = []
+        long: list[Token] = []
+
+        async def short() -> None:
+            await bench.generate(token_ids=prompt_of(4, 2), max_tokens=5)
+
+        async def waits() -> None:
+            await bench.generate(lambda _: first_of_last.append(len(long)), token_ids=prompt_of(4, 3), max_tokens=2)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lambda: bench.generate(long.append, token_ids=prompt_of(4, 1), max_tokens=60))
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.start_soon(short)
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.start_soon(waits)
+    assert 5 <= first_of_last[0] <= 10
+
+
 @pytest.fixture
 def booked(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
     """Released as often as the tokens of a run's step were handed out: a run ends where they are not in time."""

@@ -143,7 +143,7 @@ def copy_blocks(pool: torch.Tensor, pairs: torch.Tensor) -> None:
 
 def next_tokens(given: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
     """Arguments and result as in `next_tokens.next_tokens`."""
-    return torch.where(given < 0, drawn[: len(given)], given).clamp_min(0)
+    return torch.where(given < 0, drawn[(-1 - given).clamp_min(0)], given).clamp_min(0)
 
 
 def gather_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -79,16 +79,16 @@ def test_logprobs_of_a_vocabulary_in_several_chunks(device, monkeypatch):
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.lists(st.tuples(st.integers(-1, 9), st.integers(-1, 9)), min_size=1, max_size=9), st.integers(0, 5))
-def test_rows_go_on_with_what_is_given_or_was_drawn(device, rows, unused):
+@given(st.lists(st.tuples(st.integers(-4, 9), st.integers(-1, 9)), min_size=4, max_size=9), st.integers(0, 5))
+def test_rows_go_on_with_what_is_given_or_was_drawn_in_a_row(device, rows, unused):
     given, drawn = torch.tensor(rows, device=device).T.contiguous()
     drawn = torch.cat((drawn, torch.full((unused,), 77, device=device)))
     tokens = kernels.next_tokens(given, drawn)
     assert tokens.equal(reference.next_tokens(given, drawn))
-    assert tokens.tolist() == [max(0, g if g >= 0 else d) for g, d in rows]
+    assert tokens.tolist() == [max(0, g if g >= 0 else rows[-1 - g][1]) for g, _ in rows]
 
 
 def test_next_tokens_of_more_rows_than_a_program_covers(device, monkeypatch):
     monkeypatch.setattr(kernels, "_ROW_CHUNK", 4)
-    given = torch.tensor([-1, 3] * 5, device=device)
-    assert kernels.next_tokens(given, torch.arange(10, device=device)).tolist() == [0, 3, 2, 3, 4, 3, 6, 3, 8, 3]
+    given = torch.tensor([-1, 3, -3, 3, -5, 3, -10, 3, -9, 3], device=device)
+    assert kernels.next_tokens(given, torch.arange(10, device=device)).tolist() == [0, 3, 2, 3, 4, 3, 9, 3, 8, 3]

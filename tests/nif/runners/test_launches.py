@@ -168,6 +168,20 @@ def test_h14_h15_steps_launched_through_padded_graphs_draw_the_same(
     torch.testing.assert_close(torch.as_tensor(logits), torch.as_tensor(expected_logits))
 
 
+def test_launched_steps_go_on_without_a_row_that_leaves(tiny_model: Any, eager_graphs: Any, plain: Any) -> None:
+    """The second row becomes the first one, and its input is what the second row has drawn."""
+    model, (expected, _) = tiny_model("llama"), plain("lean", "llama")
+    runner = TritonRunner(model)
+    context, entries, states = begun(model, runner)
+    eager_graphs(runner, GraphOptions(max_batch_size=4))
+    run = context.decode_run(entries, states, max_steps=STEPS, num_draws=[1, STEPS])
+    drawn = [[draw.token_id for draw in run.step() if isinstance(draw, Sampled)] for _ in range(STEPS)]
+    run.close()
+    assert drawn == expected[:1] + [tokens[1:] for tokens in expected[1:]]
+    assert context.kv.length(0) == 0
+    context.kv.check_integrity()
+
+
 def test_rows_that_depend_on_the_output_are_drawn_again_as_single_steps_draw_them(
     tiny_model: Any, eager_graphs: Any
 ) -> None:

@@ -89,6 +89,23 @@ def test_h15_overlapped_steps_whose_tables_grow_are_ordered(graphs: GraphOptions
     assert replayed == (graphs is not None)
 
 
+@pytest.mark.parametrize("graphs", GRAPHS)
+def test_steps_whose_rows_leave_are_ordered(graphs: GraphOptions | None) -> None:
+    """Another sequence takes the freed blocks while the step that read them last may be under way."""
+    gpu = FakeGpu()
+    with gpu.active():
+        context, entries, states = begun(gpu, 4, graphs=graphs)
+        run = context.decode_run(entries, states, max_steps=40, num_draws=[40, 5, 40, 9])
+        for step in range(40):
+            if step == 20:
+                run.leave(0)
+            run.step()
+        assert run.is_over
+        run.close()
+        context.eval([Entry(1, [5] * 30, 0, Logits.NONE)])
+        context.close()
+
+
 def test_h14_steps_with_adapters_have_graphs_until_other_tables_take_their_place() -> None:
     gpu = FakeGpu()
     with gpu.active():
