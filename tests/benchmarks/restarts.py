@@ -2,10 +2,10 @@
 
     python -m tests.benchmarks.restarts --model FILE --kills 5
 
-One greedy stream over ZeroMQ, nothing else. Its engine gets SIGKILL after its first tokens; the answer must be the one
-without a kill. For each format, with and without `--spare-engine`: the pause's median and range in seconds; the
-processor time that the new engine had used at the answer's end; and what it had to read from the disk, since the pages
-of a large model may have been evicted.
+One greedy stream over ZeroMQ, nothing else, after the packed weights were written. Its engine gets SIGKILL after its
+first tokens; the answer must be the one without a kill. For each format, with and without `--spare-engine`: the pause's
+median and range in seconds; the processor time that the new engine had used at the answer's end; and what it had to
+read from the disk, since the pages of a large model may have been evicted.
 """
 
 import argparse
@@ -13,16 +13,21 @@ import os
 import statistics
 import tempfile
 import time
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+import trio
+
 from genbatch import ZeroMQClient
+from genbatch.nif.models.model_source import cache_directory
 from tests.actors.service.running_service import RunningService, kill
 from tests.benchmarks.compare.sigterm import exit_on_sigterm, run_trio
 
 PROMPT = "Once upon a time, in a small house beside a large lake,"
 TOKENS, TOKENS_BEFORE = 40, 4
 TIMEOUT_S = 300.0
+SPARE_S = 8.0  # until the next spare process is there
 
 
 def cpu_s(pid: int | None) -> float:
@@ -37,12 +42,16 @@ def read_mb(pid: int | None) -> int:
     return int(fields["read_bytes"]) // 10**6
 
 
-async def measure(service: RunningService, kills: int) -> tuple[list[float], list[float], list[int]]:
+async def measure(service: RunningService, kills: int, rest_s: float) -> tuple[list[float], list[float], list[int]]:
     """Return the pauses, the new engines' processor time, both in seconds, and what they read, in MB."""
     pauses, used, read = [], [], []
     async with ZeroMQClient(service.address, timeout=TIMEOUT_S) as client:
+        await trio.sleep(1.0)
+        while list((cache_directory() / "packed").glob("*.partial")):  # noqa: ASYNC110 - another process writes
+            await trio.sleep(0.1)
         expected = (await client.generate(PROMPT, max_tokens=TOKENS, ignore_eos=True)).token_ids
         for _ in range(kills):
+            await trio.sleep(rest_s)
             token_ids, times = [], []
             async with client.stream(PROMPT, max_tokens=TOKENS, ignore_eos=True) as stream:
                 async for token in stream:
@@ -72,7 +81,7 @@ def main() -> None:
                 tempfile.TemporaryDirectory() as place,
                 RunningService(Path(given.model), Path(place), *flags) as service,
             ):
-                pauses, used, read = run_trio(lambda: measure(service, given.kills))
+                pauses, used, read = run_trio(partial(measure, service, given.kills, SPARE_S if spare else 0.0))
             pause = f"{statistics.median(pauses):.2f} s ({min(pauses):.2f} to {max(pauses):.2f})"
             told = f"{quantize}{', spare engine' if spare else ''}: the stream goes on after {pause}"
             print(f"{told}; processor time {statistics.median(used):.2f} s; MB read {read}", flush=True)
