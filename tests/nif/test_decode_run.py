@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,10 +12,15 @@ from genbatch.nif.context import Context
 from genbatch.nif.context.runs import DecodeRun
 from genbatch.nif.errors import OutOfBlocks
 from genbatch.nif.models.loaded_model import Model
+from genbatch.nif.models.model import describe_model
+from genbatch.nif.native.model_weights import ModelWeights
+from genbatch.nif.native.runner import NativeRunner
 from genbatch.nif.runner import Entry
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
+from tests.nif.native.models import build_native_model
+from tests.nif.tiny_models import build_tokenizer
 from tests.simulation.history_runner import HistoryRunner, expected
 
 TinyModel = Callable[[str], Model]
@@ -253,3 +259,37 @@ def test_a_run_goes_on_without_the_sequences_that_leave_it(tiny_model: TinyModel
         context.close()
     for tokens, all_tokens, count in zip(drawn[True], drawn[False], (9, STEPS, 6, STEPS), strict=True):
         assert [draw.token_id for draw in tokens] == [draw.token_id for draw in all_tokens[:count]]
+
+
+LOGPROBS = [SamplingParams(seed=seed, temperature=0.7 * (seed % 2), logprobs=3) for seed in range(4)]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_5", "lfm2", "falcon_h1", "deepseek2", "gemma4"])
+def test_a_native_run_that_sequences_leave_has_the_bits_of_each_sequence_alone(name: str, tmp_path: Path) -> None:
+    model = describe_model(str(build_native_model(name, tmp_path / name, build_tokenizer)), dtype="float32")
+    assert model is not None
+    weights = ModelWeights(model)
+    context = Context(model, NativeRunner(weights, n_threads=2), n_ctx=512, n_parallel=4, block_size=16)
+    entries, states = begin(context, LOGPROBS)
+    run = context.decode_run(entries, states, max_steps=STEPS, num_draws=[STEPS, 3, STEPS, 12])
+    together: list[list[Sampled]] = [[], [], [], []]
+    while not run.is_over:
+        if len(together[0]) == 7:
+            run.leave(0)
+        for draws, state, draw in zip(together, states, run.step(), strict=True):
+            if isinstance(draw, Sampled):
+                state.accept(draw.token_id)
+                draws.append(draw)
+    run.close()
+    assert [len(draws) for draws in together] == [7, 3, STEPS, 12]
+    assert context.kv.counts().used == 0
+    for seq_id, draws in enumerate(together):
+        entries, states = begin(context, LOGPROBS)
+        entry, state = entries[seq_id], states[seq_id]
+        for draw in draws:
+            [alone] = accepted([state], context.step([entry], [state])[1])
+            assert alone == draw
+            entry = Entry(seq_id, [draw.token_id], entry.n_past + 1)
+        for slot in range(4):
+            context.seq_rm(slot)
+    context.close()
