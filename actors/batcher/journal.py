@@ -443,13 +443,13 @@ class Journal:
             metadata = {"request_id": sequence.request.request_id, "swapped": swapped}
             self._telemetry.execute("request.preempted", {"generated_tokens": sequence.num_generated}, metadata)
 
-    def stepped(self, num_entries: int, num_tokens: int, seconds: float) -> None:
-        """Book one forward over so many entries and tokens; call this before its tokens are booked."""
+    def stepped(self, batch: list[Planned], num_tokens: int, seconds: float) -> None:
+        """Book one forward over so many tokens of these entries; call this before its tokens are booked."""
         self._now = trio.current_time()
-        self.stats.count_step(num_entries, num_tokens, seconds)
+        self.stats.count_step(len(batch), num_tokens, seconds)
         self.stats.update_rates(self._now)
         if self._telemetry.handlers:
-            measurements = {"duration_s": seconds, "entries": num_entries, "tokens": num_tokens}
+            measurements = {"duration_s": seconds, "entries": len(batch), "tokens": num_tokens}
             self._telemetry.execute("step.end", measurements, {"model": self._model})
 
     def drafted(self, num_drafted: int, num_accepted: int) -> None:

@@ -450,7 +450,7 @@ class Stepper:
             self._watch.restart(now)
             self._faults.succeeded()
             num_tokens = sum([len(planned.entry.tokens) for planned in batch])
-            self._journal.stepped(len(batch), num_tokens, now - self._began)
+            self._journal.stepped(batch, num_tokens, now - self._began)
             self._times.took(work_of(batch), now - self._turn_began)
             self._turn_began = now
             for planned, evaluated in zip(batch, outputs, strict=True):
@@ -517,7 +517,7 @@ class Stepper:
         batch = [planned for planned, draws in zip(run.batch, drawn, strict=True) if draws]
         now = trio.current_time()
         self._watch.restart(now)
-        self._journal.stepped(len(batch), len(batch) + decoded.num_drafted, now - self._began)
+        self._journal.stepped(batch, len(batch) + decoded.num_drafted, now - self._began)
         if decoded.num_drafted:
             self._journal.drafted(decoded.num_drafted, sum(map(len, drawn)) - len(drawn))
         self._times.took(run_work(batch, decoded.num_drafted), now - self._turn_began - decoded.guessing_s)

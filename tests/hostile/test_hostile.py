@@ -103,10 +103,10 @@ async def test_beside_a_hostile_client_every_step_gives_an_innocent_stream_its_t
     kept: list[object] = []  # so that no two have the same id
     stepped = Journal.stepped
 
-    def count(journal: Journal, batch: list[Any], seconds: float, **drafted: int) -> None:
+    def count(journal: Journal, batch: list[Any], num_tokens: int, seconds: float) -> None:
         steps.append({id(planned.owner) for planned in batch if planned.owner.max_new_tokens == TOKENS})
         kept.extend(planned.owner for planned in batch)
-        stepped(journal, batch, seconds, **drafted)
+        stepped(journal, batch, num_tokens, seconds)
 
     monkeypatch.setattr(Journal, "stepped", count)
     store = KeyStore(tmp_path / "keys")
