@@ -122,8 +122,9 @@ def test_wrong_drafts_leave_no_trace(pair: MtpPair) -> None:
     context.close()
 
 
-def test_forks_take_the_keys_along(pair: MtpPair) -> None:
-    context, shared = open_context(pair), prompt_of(2 * BLOCK + 5, 5)
+@pytest.mark.parametrize("length", [BLOCK + 5, 2 * BLOCK + 5], ids=["rows wait", "rows were read"])
+def test_forks_take_the_keys_along(pair: MtpPair, length: int) -> None:
+    context, shared = open_context(pair), prompt_of(length, 5)
     feed(context, shared)
     context.seq_cp(0, 1)
     ends = {0: [9, 200, 31, 4], 1: [77, 5, 100, 8]}
@@ -132,6 +133,25 @@ def test_forks_take_the_keys_along(pair: MtpPair) -> None:
     texts = {slot: shared + end for slot, end in ends.items()}
     assert proposed(context, texts, 3, 3) == [pair.guesses(text, 3) for text in texts.values()]
     context.close()
+
+
+def test_a_slot_forgets_the_rows_of_its_former_sequence(pair: MtpPair) -> None:
+    """The former sequence has as many rows that wait as the next one finds in the prefix cache."""
+    former, text = prompt_of(2 * BLOCK, 12), prompt_of(2 * BLOCK + 6, 13)
+    earlier = [*text[: len(former)], *prompt_of(12, 14)]
+    guesses = []
+    for slot in (0, 2):
+        context = open_context(pair)
+        context.attach_prefix(1, earlier)
+        feed(context, earlier, 1)
+        context.seq_rm(1)
+        feed(context, former)
+        context.seq_rm(0)
+        assert context.attach_prefix(slot, text) == len(former)
+        feed(context, text[len(former) : -1], slot)
+        guesses += proposed(context, {slot: text}, 4)
+        context.close()
+    assert guesses[0] == guesses[1] and len(guesses[0]) == 4
 
 
 def test_the_prefix_cache_has_the_keys(pair: MtpPair) -> None:
