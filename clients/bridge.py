@@ -4,8 +4,8 @@
                  <--- call_soon_threadsafe ---
 
 A `Client` runs a method in the calling task on trio, and on the bridge's thread on asyncio. A BlockingClient is for
-programs without an event loop. Cancelling an asyncio task, or leaving a stream's body,
-cancels the trio task, which frees the sequence.
+programs without an event loop. Cancelling an asyncio task, or leaving a stream's body, cancels the trio task, which
+frees the sequence.
 """
 
 import asyncio

@@ -1,11 +1,10 @@
-"""A service whose prefix cache lies on a failing disk: each answer is that of a service without one."""
+"""Faults of the disk that has the prefix cache: the service gives the answers of a service without a disk cache."""
 
 import os
 import random
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import trio
 
 from genbatch import ZeroMQClient
 from tests.actors.service.running_service import TIMEOUT_S, RunningService, kill
-from tests.nif.breakable_disk import breakable_disk
+from tests.nif.failing_disks import breakable_disk, mounted_disk
 
 pytestmark = pytest.mark.long
 
@@ -48,7 +47,7 @@ def blocks(folder: Path) -> list[Path]:
 
 
 def run(folder: Path, place: Path, expected: list[Any], faults: Sequence[Fault]) -> tuple[list[dict[str, int]], str]:
-    """Let each fault happen in front of a new engine, whose prefix cache in memory is empty.
+    """Cause each fault, start a new engine, and compare its answers. Its prefix cache in memory is empty.
 
     Returns:
         The counters after each fault, and the log.
@@ -69,21 +68,9 @@ def nothing() -> None:
     """The disk is well."""
 
 
-@contextmanager
-def small_disk(folder: Path) -> Iterator[None]:
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "mode=700,size=2m", "none", str(folder)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("this system mounts no file system for a test")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
-
-
 def test_a_full_disk_and_a_read_only_one(tmp_path: Path, expected: list[Any]) -> None:
     folder = tmp_path / "kv"
-    with small_disk(folder):
+    with mounted_disk(folder, "size=2m"):
         lock = ["mount", "-o", "remount,ro", str(folder)]
         (first, second, third), log = run(
             folder, tmp_path, expected, [nothing, nothing, lambda: subprocess.run(lock, check=True)]

@@ -21,7 +21,7 @@ from genbatch.nif.kv.disk_cache import DiskCache
 from genbatch.nif.kv.kv_cache import KVCache
 from genbatch.nif.runner import LayerGroup
 from genbatch.nif.trusted_files import NotOurs
-from tests.nif.breakable_disk import breakable_disk
+from tests.nif.failing_disks import breakable_disk, mounted_disk
 
 SIZE = 100
 GB = 2**30
@@ -277,12 +277,8 @@ def test_a_file_that_vanishes_while_the_folder_is_read_is_no_error(
 @pytest.fixture
 def mounted(folder: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     """A file system of its own, with the mount options of the parameter."""
-    folder.mkdir(mode=0o700)
-    mount = ["mount", "-t", "tmpfs", "-o", f"mode=700,{request.param}", "none", str(folder)]
-    if subprocess.run(mount, stderr=subprocess.DEVNULL, check=False).returncode:
-        pytest.skip("this system mounts no file system for a test")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    with mounted_disk(folder, request.param):
+        yield folder
 
 
 @pytest.mark.parametrize("mounted", ["size=24k"], indirect=True)

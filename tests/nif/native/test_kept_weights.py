@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from genbatch.nif.native import kept_weights, model_weights
 from genbatch.nif.native.library import native_library
 from genbatch.nif.native.model_weights import ModelWeights
 from genbatch.nif.native.runner import NativeRunner
-from tests.nif.breakable_disk import breakable_disk
+from tests.nif.failing_disks import breakable_disk, mounted_disk
 from tests.nif.models.gguf_files import write_llama
 from tests.nif.native.models import CONFIGS, build_native_model
 from tests.nif.tiny_models import build_tokenizer
@@ -336,25 +337,16 @@ def test_a_disk_that_takes_no_weights_is_named_once_and_the_model_is_used(
     folder = cache / "packed"
     if kind == "file":
         folder.write_bytes(b"no folder")
-    else:
-        folder.mkdir(mode=0o700)
-        options = "mode=700,size=4k" if kind == "full" else "mode=700,ro"
-        mount = ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)]
-        if subprocess.run(mount, stderr=subprocess.DEVNULL, check=False).returncode:
-            pytest.skip("this system mounts no file system for a test")
-    if kind == "full":  # the disk fills after it was looked at
-        usage = shutil.disk_usage(folder)
-        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=GB))
-    try:
+    with nullcontext() if kind == "file" else mounted_disk(folder, "size=4k" if kind == "full" else "ro"):
+        if kind == "full":  # the disk fills after it was looked at
+            usage = shutil.disk_usage(folder)
+            monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=GB))
         with caplog.at_level(logging.WARNING, "genbatch"):
             weights = start(gguf)
         [told] = caplog.messages
         assert "the next start is slower" in told
         assert not weights.num_mapped and np.isfinite(logits(weights)).all()
         assert kind == "file" or not [path for path in folder.iterdir() if path.name != "lock"]
-    finally:
-        if kind != "file":
-            subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_weights_on_a_broken_disk_are_packed_anew(
