@@ -21,7 +21,7 @@ import numpy as np
 from genbatch.nif.errors import ModelError
 from genbatch.nif.models.gguf_families import family_of
 from genbatch.nif.models.gguf_family import MTP_LAYER
-from genbatch.nif.models.weight_source import FLOAT_KINDS, MappedFile, StoredTensor, bytes_per_row
+from genbatch.nif.models.weight_source import CODE_KINDS, FLOAT_KINDS, MappedFile, StoredTensor, bytes_per_row
 from genbatch.nif.scoring import GGUF_RANK
 
 if TYPE_CHECKING:  # at run time where it is used: a model that was described before needs nothing of transformers
@@ -36,6 +36,7 @@ _MAX_DEPTH = 2  # arrays of arrays; nobody writes more
 BLOCKS = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"),
     *("MXFP4", "NVFP4", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"),
+    *CODE_KINDS,
 )
 _READABLE = frozenset((*FLOAT_KINDS, *BLOCKS))
 
@@ -159,10 +160,14 @@ class GgufFile:
         self._check_overlaps()
 
     def _check_overlaps(self) -> None:
-        last, end = "", 0
+        last, kind, end = "", "", 0
         for name, entry in sorted(self._entries.items(), key=lambda item: item[1].start):
             if entry.start < end:
-                raise self.fault(f"tensor {last} ends at byte {end}, beyond the beginning of {name} at {entry.start}")
+                # PrismML's fork of llama.cpp gave the same number to blocks of 128 weights.
+                older = "; Q2_0 has blocks of 64 weights, as in files named g64" if kind == "Q2_0" else ""
+                raise self.fault(
+                    f"tensor {last} ends at byte {end}, beyond the beginning of {name} at {entry.start}{older}"
+                )
             kind = _kind_name(entry.kind)
             row_bytes = bytes_per_row(kind, entry.shape[-1]) if kind in _READABLE else 0
             last, end = name, entry.start + math.prod(entry.shape[:-1]) * (row_bytes or 0)
@@ -209,14 +214,14 @@ class GgufFile:
         return items, at
 
 
-_NEWER_KINDS = {42: "Q2_0"}  # than the gguf package
+_CODE_KINDS = {number: kind for kind, (number, _, _) in CODE_KINDS.items()}
 
 
 def _kind_name(kind: int) -> str:
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType  # here: only GGUF files need the package
 
-    if kind in _NEWER_KINDS:
-        return _NEWER_KINDS[kind]
+    if kind in _CODE_KINDS:
+        return _CODE_KINDS[kind]
     try:
         return GGMLQuantizationType(kind).name if GGMLQuantizationType(kind) in GGML_QUANT_SIZES else str(kind)
     except ValueError:

@@ -40,6 +40,11 @@ FP4_KINDS = {"N4_32": 32, "N4_128": 128}
 """NVFP4 as safetensors have it. Inputs of a block: the matrix's scale as float32, a scale in FP8 (E4M3) for every 16
 inputs, and codes of 4 bits (E2M1) in the inputs' order, the first in the low half of a byte."""
 
+CODE_KINDS = {"Q1_0": (41, 128, 1), "Q2_0": (42, 64, 2)}
+"""Types of llama.cpp that the `gguf` package does not compute: GGML's number, weights of a block, bits of a code. A
+block is a scale as float16, and codes in the weights' order, low bits first. A weight is scale * (code - 1); a code of
+one bit counts 2."""
+
 # Of safetensors, beside FLOAT_KINDS: what checkpoints that are quantised already hold their parts in.
 _PART_KINDS = {"I8": 1, "U8": 1, "I16": 2, "I32": 4, "I64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
 # torch's names of both.
@@ -117,6 +122,8 @@ class StoredTensor:
             values = _fp8_values(self.kind, rows)
         elif self.kind in FP4_KINDS:
             values = _fp4_values(self.kind, rows)
+        elif self.kind in CODE_KINDS:
+            values = torch.from_numpy(_code_values(self.kind, rows))
         else:
             with np.errstate(invalid="ignore", over="ignore"):  # of a scale that is infinite, which is refused below
                 import gguf  # here: only GGUF files need the package
@@ -186,7 +193,11 @@ def bytes_per_row(kind: str, length: int) -> int | None:
     """Bytes of `length` elements in one row; None if they do not fill the kind's blocks."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType  # only GGUF files need it
 
-    per_block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    if kind in CODE_KINDS:
+        _, per_block, bits = CODE_KINDS[kind]
+        block_bytes = 2 + per_block * bits // 8
+    else:
+        per_block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     return length // per_block * block_bytes if length % per_block == 0 else None
 
 
@@ -427,6 +438,17 @@ def _group_values(kind: str, rows: np.ndarray) -> np.ndarray:
     if bits == 4:
         codes = np.stack((codes & 15, codes >> 4), axis=3).reshape(*codes.shape[:2], inputs)
     values: np.ndarray = (scales * (codes.astype(np.float32) - zeros)).reshape(len(rows), -1)
+    return values
+
+
+def _code_values(kind: str, rows: np.ndarray) -> np.ndarray:
+    """The weights [rows, inputs] float32 of rows of a kind of `CODE_KINDS`."""
+    _, inputs, bits = CODE_KINDS[kind]
+    blocks = np.ascontiguousarray(rows).reshape(len(rows), -1, 2 + inputs * bits // 8)
+    scales = blocks[:, :, :2].copy().view("<f2").astype(np.float32)  # [rows, blocks, 1]
+    planes = np.unpackbits(blocks[:, :, 2:], axis=2, bitorder="little").reshape(*blocks.shape[:2], inputs, bits)
+    codes = planes @ np.array([2] if bits == 1 else [1, 2], np.float32)
+    values: np.ndarray = (scales * (codes - 1)).reshape(len(rows), -1)
     return values
 
 

@@ -51,6 +51,8 @@ enum weight_kind {
     WEIGHT_IQ3_S,
     WEIGHT_TQ1_0,
     WEIGHT_TQ2_0,
+    WEIGHT_Q1_0,
+    WEIGHT_Q2_0,
     WEIGHT_N4_32, /* NVFP4 of safetensors: a scale for 16 inputs, and one for the matrix */
     WEIGHT_N4_128,
     WEIGHT_F8_32, /* FP8 (E4M3) with a float32 scale for so many inputs */

@@ -61,6 +61,8 @@ ALWAYS_INLINE vf weight_at(const stored_type t, const words w, int i, const grou
         const vi three = ((w.low >> shift2(w.j, i)) & 3) | (moved(w.high, shift1(w.j, i), 2) & 4);
         if (t.levels) return looked_up(FLOAT_LEVELS[t.levels], three) * g.scale;
         code = vf_from_int(three);
+    } else if (t.bits == 1) {
+        code = vf_from_int(moved(w.high, shift1(w.j, i), 1) & 2);
     } else {
         code = vf_from_int((w.low >> shift2(w.j, i)) & 3);
     }

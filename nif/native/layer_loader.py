@@ -32,7 +32,7 @@ from genbatch.nif.models.architecture import (
 )
 from genbatch.nif.models.architectures import layer_shapes
 from genbatch.nif.models.loaded_model import module_shape
-from genbatch.nif.models.weight_source import StoredTensor, WeightSource, bytes_per_row
+from genbatch.nif.models.weight_source import CODE_KINDS, StoredTensor, WeightSource, bytes_per_row
 from genbatch.nif.native.library import (
     COLUMNS,
     WEIGHT_BF16,
@@ -557,7 +557,7 @@ def _columns(tensor: StoredTensor, first: int, count: int) -> StoredTensor:
     """Return `count` columns of a matrix, from its own bytes if the columns are whole blocks."""
     from gguf.constants import GGMLQuantizationType  # here: few models have such experts
 
-    is_known = tensor.kind in GGMLQuantizationType.__members__
+    is_known = tensor.kind in CODE_KINDS or tensor.kind in GGMLQuantizationType.__members__
     start, size = (bytes_per_row(tensor.kind, n) if is_known else None for n in (first, count))
     if start is None or size is None:
         return _stored(tensor.whole()[:, first : first + count])

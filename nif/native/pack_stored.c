@@ -229,6 +229,9 @@ static void pack_patterns(const int kind, const uint8_t *from, const uint8_t *pa
     case WEIGHT_IQ1_S: unpack_iq1_s(from, patterns, codes, s, n); break;
     case WEIGHT_IQ1_M: unpack_iq1_m(from, patterns, codes, s, d); break;
     case WEIGHT_TQ1_0: unpack_tq1(from, codes); break;
+    case WEIGHT_Q2_0:
+        for (int i = 0; i < 64; i++) codes[i] = from[2 + i / 4] >> (i % 4 * 2) & 3;
+        break;
     default: /* WEIGHT_TQ2_0 */
         for (int i = 0; i < 256; i++) codes[i] = from[i / 128 * 32 + i % 32] >> (i / 32 % 4 * 2) & 3;
     }
@@ -268,7 +271,12 @@ static void pack_unit(const int kind, const uint8_t *from, const uint8_t *patter
     case WEIGHT_IQ3_XXS:
     case WEIGHT_IQ3_S:
     case WEIGHT_TQ1_0:
-    case WEIGHT_TQ2_0: pack_patterns(kind, from, patterns, c, unit); return;
+    case WEIGHT_TQ2_0:
+    case WEIGHT_Q2_0: pack_patterns(kind, from, patterns, c, unit); return;
+    case WEIGHT_Q1_0:
+        memcpy(d, from, 2);
+        for (int g = 0; g < t.unit / CELL; g++, codes += size) put1_bits(from + 2 + 4 * g, codes);
+        return;
     case WEIGHT_F8_32:
     case WEIGHT_F8_128:
         memcpy(unit + 4 * c, from, 4);
@@ -371,7 +379,9 @@ static int64_t file_block_bytes(int kind)
 {
     switch (kind) {
     case WEIGHT_Q4_0:
-    case WEIGHT_IQ4_NL: return 18;
+    case WEIGHT_IQ4_NL:
+    case WEIGHT_Q1_0:
+    case WEIGHT_Q2_0: return 18;
     case WEIGHT_Q4_1: return 20;
     case WEIGHT_Q5_0: return 22;
     case WEIGHT_Q5_1: return 24;

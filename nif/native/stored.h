@@ -39,7 +39,7 @@ typedef enum { HALF, TWO_HALVES, WIDE_HEAD, E8M0, FLOAT, NO_HEAD } head_form;
 /* The layout of a type. */
 typedef struct {
     int unit; /* inputs */
-    int bits; /* of a code: 2, 3, 4, 5, 6, 8; 16 for floats */
+    int bits; /* of a code: 1, 2, 3, 4, 5, 6, 8; 16 for floats. A single bit counts 2: with a zero of 1 it is -1 or 1 */
     int scale_group; /* inputs that share a scale byte; 0: d is the scale */
     bool minima; /* whether a minimum is subtracted (K-quants) or added (Q4_1, Q5_1) in addition to zero * scale */
     bool packed_minima; /* Q2_K: scale and minimum are nibbles of one byte */
@@ -77,6 +77,8 @@ ALWAYS_INLINE stored_type stored_type_of(const int kind)
     case WEIGHT_IQ1_S: return OF(1, .unit = 256, .bits = 2, .scale_group = 32, .minima = true, .head = TWO_HALVES);
     case WEIGHT_TQ1_0: return OF(1, .unit = 256, .bits = 2, .zero = 1);
     case WEIGHT_TQ2_0: return OF(1, .unit = 256, .bits = 2, .zero = 1);
+    case WEIGHT_Q1_0: return OF(1, .unit = 128, .bits = 1, .zero = 1);
+    case WEIGHT_Q2_0: return OF(1, .unit = 64, .bits = 2, .zero = 1);
     case WEIGHT_MXFP4: return OF(1, .unit = 32, .bits = 4, .levels = E2M1_LEVELS, .head = E8M0);
     case WEIGHT_NVFP4: return OF(0.5f, .unit = 64, .bits = 4, .scale_group = 16, .levels = E2M1_LEVELS, .head = NO_HEAD);
     case WEIGHT_IQ1_M: return OF(0.125f, .unit = 256, .bits = 3, .scale_group = 16, .levels = IQ1_LEVELS);

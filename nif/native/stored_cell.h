@@ -116,6 +116,7 @@ ALWAYS_INLINE words words_of(const stored_type t, const uint8_t *codes, int j, i
     const uint8_t *after = codes + (t.bits >= 4 ? 4 : 2) * WORDS; /* the second plane */
     if (t.bits >= 4) w.low = vi_load(codes + j * WORDS + 4 * column);
     if (t.bits == 2 || t.bits == 3) w.low = vi_load(codes + j / 2 * WORDS + 4 * column);
+    if (t.bits == 1) w.high = vi_load(codes + 4 * column);
     if (t.bits == 6) w.high = vi_load(after + j / 2 * WORDS + 4 * column);
     if (t.bits == 5 || t.bits == 3) w.high = vi_load(after + 4 * column);
     return w;
@@ -151,6 +152,8 @@ ALWAYS_INLINE words words_of(const stored_type t, const uint8_t *codes, int j, i
     case WEIGHT_IQ3_S: CALL(use_units, WEIGHT_IQ3_S); break;                                               \
     case WEIGHT_TQ1_0: CALL(use_units, WEIGHT_TQ1_0); break;                                               \
     case WEIGHT_TQ2_0: CALL(use_units, WEIGHT_TQ2_0); break;                                               \
+    case WEIGHT_Q1_0: CALL(use_units, WEIGHT_Q1_0); break;                                                 \
+    case WEIGHT_Q2_0: CALL(use_units, WEIGHT_Q2_0); break;                                                 \
     case WEIGHT_N4_32: CALL(use_units, WEIGHT_N4_32); break;                                               \
     case WEIGHT_N4_128: CALL(use_units, WEIGHT_N4_128); break;                                             \
     default: CALL(use_units, WEIGHT_IQ4_XS); break;                                                            \

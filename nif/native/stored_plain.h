@@ -102,6 +102,7 @@ ALWAYS_INLINE vi codes_of(const stored_type t, const words w, int half)
 {
     const vi one = vi_set1(0x01010101), three = vi_set1(0x03030303), nibble = vi_set1(0x0f0f0f0f);
     const int at2 = 2 * (w.j % 2 * 2 + half), at1 = 2 * w.j + half;
+    if (t.bits == 1) return ((w.high >> at1) & one) << 1;
     if (t.bits == 2) return (w.low >> at2) & three;
     if (t.bits == 3) {
         const vi codes = ((w.low >> at2) & three) | ((w.high >> at1) & one) << 2;

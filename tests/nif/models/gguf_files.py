@@ -6,8 +6,53 @@ from typing import Any
 
 import gguf
 import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from genbatch.nif.runner import RaggedBatch
+
+_NEWER: dict[str, int] = {"Q1_0": 41, "Q2_0": 42}  # types of llama.cpp that the gguf package cannot write
+GGML_QUANT_SIZES.update({41: (128, 18), 42: (64, 18)})  # type: ignore[dict-item]
+
+
+def type_number(kind: str) -> Any:
+    """GGML's number of a type, for a writer of the gguf package."""
+    return _NEWER[kind] if kind in _NEWER else GGMLQuantizationType[kind]
+
+
+def block_size(kind: str) -> tuple[int, int]:
+    """Weights and bytes of a block."""
+    return GGML_QUANT_SIZES[type_number(kind)]
+
+
+def quantized(values: np.ndarray, kind: str) -> np.ndarray:
+    """The blocks of a matrix, as llama.cpp makes them: [rows, bytes]."""
+    if kind not in _NEWER:
+        return np.asarray(gguf.quants.quantize(values, type_number(kind)))
+    per_block, size = block_size(kind)
+    blocks = values.reshape(len(values), -1, per_block)
+    raw = np.zeros((*blocks.shape[:2], size), np.uint8)
+    scales = np.abs(blocks).mean(axis=2) if kind == "Q1_0" else np.abs(blocks).max(axis=2)
+    raw[:, :, :2] = scales.astype(np.float16)[:, :, None].view(np.uint8)
+    codes = blocks >= 0 if kind == "Q1_0" else np.round(blocks / scales[:, :, None]) + 1
+    a_byte = per_block // (size - 2)
+    for i in range(per_block):
+        raw[:, :, 2 + i // a_byte] |= codes[:, :, i].astype(np.uint8) << (i % a_byte * (8 // a_byte))
+    return raw.reshape(len(raw), -1)
+
+
+def dequantized(raw: np.ndarray, kind: str) -> np.ndarray:
+    """The float32 weights of blocks, as llama.cpp makes them."""
+    if kind not in _NEWER:
+        return np.asarray(gguf.quants.dequantize(raw, type_number(kind)))
+    per_block, size = block_size(kind)
+    blocks = raw.reshape(len(raw), -1, size)
+    scales = blocks[:, :, :2].copy().view(np.float16)[:, :, 0].astype(np.float32)
+    values = np.zeros((*blocks.shape[:2], per_block), np.float32)
+    a_byte = per_block // (size - 2)
+    for i in range(per_block):
+        code = (blocks[:, :, 2 + i // a_byte] >> (i % a_byte * (8 // a_byte))).astype(int)
+        values[:, :, i] = np.where(code & 1, scales, -scales) if kind == "Q1_0" else ((code & 3) - 1) * scales
+    return values.reshape(len(raw), -1)
 
 
 def write_llama(

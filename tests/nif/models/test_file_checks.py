@@ -34,7 +34,7 @@ from genbatch.nif.native.library import WEIGHT_F32, WEIGHT_I8, native_library
 from genbatch.nif.native.runner import native_runner
 from genbatch.nif.native.weights import WeightPacker
 from genbatch.nif.text import tokenizer_process
-from tests.nif.models.gguf_files import batch_of, write_llama
+from tests.nif.models.gguf_files import batch_of, block_size, write_llama
 
 
 @pytest.fixture(scope="module")
@@ -386,6 +386,8 @@ _FACTORS = {
     **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), (0,)),
     "TQ1_0": (52,),
     "TQ2_0": (64,),
+    "Q1_0": (0,),
+    "Q2_0": (0,),
 }
 
 
@@ -393,7 +395,7 @@ _FACTORS = {
 @pytest.mark.parametrize("row", [0, 40])
 @pytest.mark.parametrize("form", [WEIGHT_F32, WEIGHT_I8])
 def test_every_factor_of_every_type_of_block_is_looked_at(kind: str, at: int, row: int, form: int) -> None:
-    per_block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    per_block, size = block_size(kind)
     infinity = {"F32": b"\x00\x00\x80\x7f", "BF16": b"\x80\x7f"}.get(kind, b"\x00\x7c")
     raw = np.zeros((41, 512 // per_block, size), np.uint8)
     good = StoredTensor("w", kind, (41, 512), raw.reshape(41, -1).copy())

@@ -27,6 +27,7 @@ from genbatch.nif.native.weights import STORED_KINDS
 from genbatch.nif.runner import Entry, Logits
 from genbatch.nif.runners.torch_runner import ATTENTION_NAME
 from tests.lora_adapters import PeftOracle, make_adapter
+from tests.nif.models.gguf_files import dequantized, quantized, type_number
 
 VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS = 320, 256, 2, 4, 2
 NEW_TOKENS = 14
@@ -44,6 +45,8 @@ KINDS += [
     "IQ3_S",
     "TQ1_0",
     "TQ2_0",
+    "Q1_0",
+    "Q2_0",
 ]
 # Where blocks that the gguf package cannot make have their float16 factors: of the codes, and of the minima.
 FACTORS = {
@@ -80,7 +83,7 @@ def blocks(kind: str, values: np.ndarray, random: np.random.Generator) -> np.nda
         raw[:, :, :4] = random.integers(0x0E, 0x16, (*raw.shape[:2], 4))  # scales of some 0.03
         return raw.reshape(len(raw), -1)
     if kind not in FACTORS:
-        return np.asarray(gguf.quants.quantize(values, GGMLQuantizationType[kind]))
+        return quantized(values, kind)
     per_block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     raw = random.integers(0, 256, (len(values), values.shape[1] // per_block, size), dtype=np.uint8)
 
@@ -141,7 +144,7 @@ class File:
         writer.add_token_merges(["A B"])
         writer.add_eos_token_id(self.eos)
         for name, (kind, raw) in self.tensors.items():
-            writer.add_tensor(name, raw, raw_dtype=GGMLQuantizationType[kind])
+            writer.add_tensor(name, raw, raw_dtype=type_number(kind))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -198,7 +201,7 @@ def make_file(kinds: Mapping[str, str] | str, seed: int = 0, **config: Any) -> F
         if kind == "F32" and heads:
             raw = halves_to_pairs(values, heads)
         tensors[name] = (kind, raw)
-        exact = gguf.quants.dequantize(raw, GGMLQuantizationType[kind])
+        exact = dequantized(raw, kind)
         state[ours] = torch.from_numpy(pairs_to_halves(exact, heads) if heads else exact.copy())
     hf.load_state_dict(state)
     return File(hf, tensors)
