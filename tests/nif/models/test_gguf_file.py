@@ -155,6 +155,16 @@ def test_a_tensor_that_cannot_be_is_refused_by_name(
         read_all(tmp_path / "bad.gguf")
 
 
+def test_blocks_of_128_under_the_number_of_q2_0_are_refused_with_the_file_to_take(good: bytes, tmp_path: Path) -> None:
+    at = table_line(good, b"blk.0.ffn_up.weight") + 12
+    # As PrismML's fork wrote them, a row takes less than mainline's blocks of 64: here by rows that are too many.
+    (tmp_path / "old.gguf").write_bytes(good[:at] + struct.pack("<QI", 3 * 96, 42) + good[at + 12 :])
+    with pytest.raises(
+        ModelError, match=r"ffn_up\.weight ends at .* beyond the beginning .*; Q2_0 has blocks of 64 .* g64"
+    ):
+        read_all(tmp_path / "old.gguf")
+
+
 @pytest.mark.parametrize(("kind", "name"), [(24, "I8"), (43, "43")])
 def test_types_of_newer_files_are_refused_before_a_weight_is_read(
     good: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: int, name: str
