@@ -42,7 +42,7 @@ class Tensors:
 
     Args:
         layer: the beginning of a layer's names; {} is its number.
-        qkv: queries, keys and values, or one tensor of all three.
+        qkv: queries, keys and values, and the heads' gates if there are any; or one tensor of the first three.
         gate_up: gates and ups, or one tensor of both; without gates the ups alone.
         attention_norm, mlp_norm: of what goes in.
         attention_post, mlp_post: of what comes out, before it is added to the residual.
@@ -353,6 +353,7 @@ class Architecture:
         recurrence: None where no layer keeps a state.
         latent: None where each head has keys and values of its own.
         gated_attention: whether each head's queries are followed by gates, whose sigmoid multiplies what it attends to.
+        head_gated: whether the last linear of `qkv` gives each head one such gate.
         value_norm: whether the values of each head are normed, without weights.
         layer_embeddings: None where only the first layer reads an embedding.
         altup: None where the residual is one stream.
@@ -390,6 +391,7 @@ class Architecture:
     recurrence: RecurrenceNames | None = None
     latent: LatentNames | None = None
     gated_attention: bool = False
+    head_gated: bool = False
     value_norm: bool = False
     layer_embeddings: LayerEmbeddings | None = None
     altup: AltUpNames | None = None
@@ -479,8 +481,8 @@ def qkv_names(names: Sequence[str], tensors: Collection[str]) -> Sequence[str]:
     """
     if len(names) == 1 or f"{names[1]}.weight" not in tensors:
         return names[:1]
-    queries, keys, values = names
-    return queries, keys, values if f"{values}.weight" in tensors else keys
+    queries, keys, values, *gates = names
+    return queries, keys, values if f"{values}.weight" in tensors else keys, *gates
 
 
 def latent_rows(names: LatentNames) -> tuple[SomeRows, SomeRows]:

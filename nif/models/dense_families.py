@@ -58,6 +58,10 @@ def _gemma2(config: Any) -> Architecture:
     )
 
 
+def _vault_gemma(config: Any) -> Architecture:
+    return replace(_gemma2(config), tensors=replace(_SANDWICH, attention_post=None, mlp_post=None))
+
+
 def _gemma3(config: Any) -> Architecture:
     # transformers 5 hands no attention cap on for this one, though the configuration may name one.
     return replace(_gemma2(config), qk_norm=SHARED, score_cap=0.0)
@@ -109,6 +113,11 @@ def granite(config: Any) -> Architecture:
         residual_scale=config.residual_multiplier,
         logit_divisor=config.logits_scaling,
     )
+
+
+def _hyperclovax(config: Any) -> Architecture:
+    post = Tensors(attention_post="post_norm1", mlp_post="post_norm2") if config.use_post_norm else Tensors()
+    return replace(granite(config), tensors=post, logit_divisor=1 / config.logits_scaling)
 
 
 def granite_swa(config: Any) -> Architecture:
@@ -198,6 +207,29 @@ def _stablelm(config: Any) -> Architecture:
     )
 
 
+def _phi(config: Any) -> Architecture:
+    names = Tensors(
+        final_norm="model.final_layernorm",
+        out="self_attn.dense",
+        gate_up=("mlp.fc1",),
+        down="mlp.fc2",
+        mlp_norm="input_layernorm",
+        q_norm="self_attn.q_layernorm",
+        k_norm="self_attn.k_layernorm",
+    )
+    return Architecture(
+        config.layer_norm_eps,
+        head_dim_of(config) ** -0.5,
+        config.hidden_act,
+        tensors=names,
+        layer_norm=True,
+        qk_norm=SHARED if config.qk_layernorm else NONE,
+        gated=False,
+        parallel=True,
+        partial_rotary=True,
+    )
+
+
 def _gpt_neox(config: Any) -> Architecture:
     return Architecture(
         config.layer_norm_eps,
@@ -229,23 +261,28 @@ def full_layers(config: Any) -> frozenset[int]:
     return frozenset(i for i, kind in enumerate(config.layer_types) if kind == "full_attention")
 
 
-def _exaone4(config: Any) -> Architecture:
+def exaone4(config: Any) -> Architecture:
+    """OLMo 2 with a norm for each head; layers without a window rotate nothing where others have one."""
     unrotated = frozenset[int]() if config.sliding_window is None else full_layers(config)
     return replace(olmo2(config), qk_norm=SHARED, no_rope=unrotated)
 
 
-def _cohere2(config: Any) -> Architecture:
+def _cohere(config: Any) -> Architecture:
     return Architecture(
         config.layer_norm_eps,
         head_dim_of(config) ** -0.5,
         config.hidden_act,
         tensors=Tensors(mlp_norm="input_layernorm"),
         layer_norm=True,
+        qk_norm=PER_HEAD if getattr(config, "use_qk_norm", False) else NONE,
         parallel=True,
         interleaved=True,
-        no_rope=full_layers(config),
         logit_divisor=1 / config.logit_scale,
     )
+
+
+def _cohere2(config: Any) -> Architecture:
+    return replace(_cohere(config), no_rope=full_layers(config))
 
 
 DENSE_FAMILIES: dict[str, Callable[[Any], Architecture]] = {
@@ -255,6 +292,7 @@ DENSE_FAMILIES: dict[str, Callable[[Any], Architecture]] = {
     "Qwen3ForCausalLM": qwen3,
     "GemmaForCausalLM": _gemma,
     "Gemma2ForCausalLM": _gemma2,
+    "VaultGemmaForCausalLM": _vault_gemma,
     "Gemma3ForCausalLM": _gemma3,
     "Gemma3nForCausalLM": _gemma3n,
     "Gemma4UnifiedForCausalLM": gemma4,
@@ -262,12 +300,14 @@ DENSE_FAMILIES: dict[str, Callable[[Any], Architecture]] = {
     "Olmo2ForCausalLM": olmo2,
     "GraniteForCausalLM": granite,
     "GraniteSWAForCausalLM": granite_swa,
+    "HyperCLOVAXForCausalLM": _hyperclovax,
     "SmolLM3ForCausalLM": _smollm3,
     "GlmForCausalLM": _glm,
     "Glm4ForCausalLM": _glm4,
     "Starcoder2ForCausalLM": _starcoder2,
     "NemotronForCausalLM": _nemotron,
     "StableLmForCausalLM": _stablelm,
+    "PhiForCausalLM": _phi,
     "GPTNeoXForCausalLM": _gpt_neox,
     "Ernie4_5ForCausalLM": ernie,
     "Olmo3ForCausalLM": olmo2,
@@ -277,7 +317,8 @@ DENSE_FAMILIES: dict[str, Callable[[Any], Architecture]] = {
     "CwmForCausalLM": llama,
     "HeliumForCausalLM": ernie,
     "ArceeForCausalLM": _arcee,
-    "Exaone4ForCausalLM": _exaone4,
+    "Exaone4ForCausalLM": exaone4,
+    "CohereForCausalLM": _cohere,
     "Cohere2ForCausalLM": _cohere2,
     "ApertusForCausalLM": _apertus,
     "HunYuanDenseV1ForCausalLM": hunyuan,

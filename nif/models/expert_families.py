@@ -15,7 +15,7 @@ from genbatch.nif.models.architecture import (
     Tensors,
     latent_rows,
 )
-from genbatch.nif.models.dense_families import ernie, gemma4, granite, granite_swa, hunyuan, llama, qwen3
+from genbatch.nif.models.dense_families import ernie, exaone4, gemma4, granite, granite_swa, hunyuan, llama, qwen3
 
 
 def _qwen3_moe(config: Any) -> Architecture:
@@ -64,7 +64,7 @@ def _glm4_moe(config: Any) -> Architecture:
         config.num_experts_per_tok,
         config.moe_intermediate_size,
         normalised=config.norm_topk_prob,
-        layers=frozenset(range(config.first_k_dense_replace, config.num_hidden_layers)),
+        layers=frozenset(range(getattr(config, "first_k_dense_replace", 0), config.num_hidden_layers)),
         shared=parts_of("mlp.shared_experts"),
         shared_intermediate=config.n_shared_experts * config.moe_intermediate_size,
         sigmoid=True,
@@ -72,7 +72,7 @@ def _glm4_moe(config: Any) -> Architecture:
         scale=config.routed_scaling_factor,
         groups=(config.n_group, config.topk_group),
     )
-    kind = SHARED if config.use_qk_norm else NONE
+    kind = SHARED if getattr(config, "use_qk_norm", False) else NONE
     return replace(llama(config), qk_norm=kind, partial_rotary=True, experts=experts)
 
 
@@ -99,13 +99,14 @@ def _latent(config: Any) -> Architecture:
 
 def _shared_experts(config: Any, layers: frozenset[int]) -> ExpertNames:
     """The names and sizes that DeepSeek's mixtures have in common."""
+    num_shared = config.n_shared_experts if hasattr(config, "n_shared_experts") else config.num_shared_experts
     return ExpertNames(
-        config.n_routed_experts,
+        config.n_routed_experts if hasattr(config, "n_routed_experts") else config.num_experts,
         config.num_experts_per_tok,
         config.moe_intermediate_size,
         layers=layers,
         shared=parts_of("mlp.shared_experts"),
-        shared_intermediate=config.n_shared_experts * config.moe_intermediate_size,
+        shared_intermediate=num_shared * config.moe_intermediate_size,
         scale=config.routed_scaling_factor,
     )
 
@@ -117,20 +118,33 @@ def _deepseek2(config: Any) -> Architecture:
     return replace(_latent(config), experts=replace(experts, normalised=False, groups=groups))
 
 
-def _deepseek3(config: Any) -> Architecture:
+def _chosen_by_sigmoid(config: Any) -> ExpertNames:
+    """DeepSeek-V3's mixture."""
     kinds = getattr(config, "mlp_layer_types", None)
     if kinds is None:
         mixed = frozenset(range(config.first_k_dense_replace, config.num_hidden_layers))
     else:
         mixed = frozenset(layer for layer, kind in enumerate(kinds) if kind == "sparse")
-    experts = replace(
+    return replace(
         _shared_experts(config, mixed),
         normalised=config.norm_topk_prob,
         sigmoid=True,
         correction="mlp.gate.e_score_correction_bias",
         groups=(config.n_group, config.topk_group),
     )
-    return replace(_latent(config), experts=experts)
+
+
+def _deepseek3(config: Any) -> Architecture:
+    return replace(_latent(config), experts=_chosen_by_sigmoid(config))
+
+
+def _dots1(config: Any) -> Architecture:
+    return replace(qwen3(config), experts=_chosen_by_sigmoid(config))
+
+
+def _exaone_moe(config: Any) -> Architecture:
+    names = Tensors(in_files=(("mlp.gate.e_score_correction_bias", "mlp.e_score_correction_bias"),))
+    return replace(exaone4(config), tensors=names, experts=_chosen_by_sigmoid(config))
 
 
 def _hunyuan_moe(config: Any) -> Architecture:
@@ -174,6 +188,13 @@ def _mixtral(config: Any) -> Architecture:
         single=("mlp.experts.{}.w1", "mlp.experts.{}.w3", "mlp.experts.{}.w2"),
     )
     return replace(llama(config), experts=experts, tensors=Tensors(in_files=((".mlp.", ".block_sparse_moe."),)))
+
+
+def _minimax_m2(config: Any) -> Architecture:
+    mixed = _mixtral(config)
+    assert mixed.experts is not None
+    experts = replace(mixed.experts, sigmoid=True, correction="mlp.e_score_correction_bias")
+    return replace(mixed, qk_norm=WHOLE, partial_rotary=True, experts=experts)
 
 
 def _phimoe(config: Any) -> Architecture:
@@ -276,4 +297,9 @@ EXPERT_FAMILIES: dict[str, Callable[[Any], Architecture]] = {
     "DeepseekV2ForCausalLM": _deepseek2,
     "DeepseekV3ForCausalLM": _deepseek3,
     "Glm4MoeLiteForCausalLM": _deepseek3,
+    "YoutuForCausalLM": _latent,
+    "Dots1ForCausalLM": _dots1,
+    "ExaoneMoeForCausalLM": _exaone_moe,
+    "SolarOpenForCausalLM": _glm4_moe,
+    "MiniMaxM2ForCausalLM": _minimax_m2,
 }

@@ -61,6 +61,21 @@ def _lfm2_moe(config: Any) -> Architecture:
     return replace(_lfm2(config), experts=experts)
 
 
+def _lfm3(config: Any) -> Architecture:
+    plain = Tensors()
+    names = replace(
+        _lfm2(config).tensors,
+        qkv=(*plain.qkv, "self_attn.g_proj") if config.use_attention_gate else plain.qkv,
+        out=plain.out,
+        q_norm=plain.q_norm,
+        k_norm=plain.k_norm,
+        attention_post="post_operator_norm" if config.use_sandwich_norm else None,
+        mlp_post="post_ffn_norm" if config.use_sandwich_norm else None,
+        in_files=(("self_attn.g_proj", "self_attn.gate_proj"),),
+    )
+    return replace(_lfm2(config), tensors=names, head_gated=config.use_attention_gate)
+
+
 def _layers_of(config: Any, *kinds: str) -> frozenset[int]:
     return frozenset(layer for layer, kind in enumerate(config.layer_types) if kind in kinds)
 
@@ -335,6 +350,7 @@ HYBRID_FAMILIES: dict[str, Callable[[Any], Architecture]] = {
     "FalconH1ForCausalLM": _falcon_h1,
     "Mamba2ForCausalLM": _mamba2_alone,
     "NemotronHForCausalLM": _nemotron_h,
+    "Lfm3ForCausalLM": _lfm3,
     "Lfm2MoeForCausalLM": _lfm2_moe,
     "OlmoHybridForCausalLM": _olmo_hybrid,
 }

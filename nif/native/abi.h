@@ -229,7 +229,7 @@ typedef struct {
     int32_t interleaved; /* whether rotation pairs neighbours; else it pairs an element with the one half a head away */
     int32_t norms_rotated; /* whether norms of queries and keys follow the rotation */
     int32_t num_ropes;
-    int32_t gated_attention; /* whether `qkv` gives gates too; attention's output is multiplied by their sigmoid */
+    int32_t head_gates; /* of a head, behind the values of `qkv`: 0, 1 or as many as values; their sigmoid multiplies what the head gives */
     float norm_eps, score_scale;
     float score_cap, logit_cap; /* x becomes cap * tanh(x / cap); 0: no cap */
     float residual_scale; /* a factor of everything added to the residual */

@@ -122,6 +122,7 @@ void xielu_row(const layer *, int64_t count, float *x); /* in place */
 /* Makes a sparse layer's activations of its gates, which are changed, and of the ups behind them. */
 void sparse_row(const model *, const layer *, float *gates, float *out);
 void multiply_sigmoid(const float *gates, int64_t count, float *out);
+void multiply_heads(const float *gates, int64_t heads, int64_t size, float *out);
 void multiply_silu(const float *gates, int64_t count, float *out);
 void multiply_activated(const model *, const float *gates, int64_t count, float *out); /* out[i] *= activation(gates[i]) */
 

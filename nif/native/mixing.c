@@ -12,7 +12,8 @@ int64_t mixed_pitch(const model *m, const layer *l)
     const int64_t queries = (int64_t)m->num_heads * l->key_dim;
     if (l->taps) return 3 * (int64_t)m->hidden;
     if (!l->qkv.n || l->latent) return l->qkv.n;
-    return (m->gated_attention ? 2 : 1) * queries + (l->shares ? 0 : l->num_kv_heads * (l->key_dim + l->value_dim));
+    const int64_t keys_values = l->shares ? 0 : l->num_kv_heads * (l->key_dim + l->value_dim);
+    return queries + keys_values + (int64_t)m->num_heads * m->head_gates;
 }
 
 int64_t state_width(const recurrence *r) { return (int64_t)r->heads * r->value_dim; }
@@ -173,11 +174,17 @@ static void recurrence_phases(worker *w, const recurrence *r)
 static void gate_phase(worker *w, const layer *l)
 {
     engine *e = w->engine;
-    const int64_t pitch = mixed_pitch(e->model, l), width = mixed_width(e->model, l), count = e->step->num_tokens;
+    const model *m = e->model;
+    const int64_t pitch = mixed_pitch(m, l), width = mixed_width(m, l), count = e->step->num_tokens;
     int64_t from, to;
     while (claim(w, count, grain_of(w, count), &from, &to))
-        for (int64_t t = from; t < to; t++)
-            multiply_sigmoid(e->work.qkv + t * pitch + pitch - width, width, e->work.attended + t * width);
+        for (int64_t t = from; t < to; t++) {
+            const float *gates = e->work.qkv + (t + 1) * pitch - (int64_t)m->num_heads * m->head_gates;
+            if (m->head_gates == 1)
+                multiply_heads(gates, m->num_heads, l->value_dim, e->work.attended + t * width);
+            else
+                multiply_sigmoid(gates, width, e->work.attended + t * width);
+        }
     phase_end(w);
 }
 
@@ -216,7 +223,7 @@ void attend(worker *w, const layer *l, const stream *all, const stream *kept)
     if (!kept->count) return;
     if (kept->index) keep_phase(w);
     if (!l->taps) attention_phase(w, l);
-    if (!l->taps && m->gated_attention) gate_phase(w, l);
+    if (!l->taps && m->head_gates) gate_phase(w, l);
     const bool at_once = !m->parallel && !l->recurrence && added_at_once(m, &l->attention_post, 1.0f);
     const bool adds = at_once || l->recurrence;
     w->rows = kept->adapted;

@@ -377,6 +377,15 @@ ALWAYS_INLINE void multiply_gates(const float *gates, int64_t count, const bool 
 /* out[i] *= sigmoid(gates[i]) */
 void multiply_sigmoid(const float *gates, int64_t count, float *out) { multiply_gates(gates, count, false, out); }
 
+/* out[h][i] *= sigmoid(gates[h]); a head's `size` is a multiple of 16 */
+void multiply_heads(const float *gates, int64_t heads, int64_t size, float *out)
+{
+    for (int64_t h = 0; h < heads; h++, out += size) {
+        const vf share = 1.0f / (vf_exp(vf_set1(-gates[h])) + 1.0f);
+        for (int64_t i = 0; i < size; i += VL) vf_store(out + i, vf_load(out + i) * share);
+    }
+}
+
 /* out[i] *= gates[i] * sigmoid(gates[i]) */
 void multiply_silu(const float *gates, int64_t count, float *out) { multiply_gates(gates, count, true, out); }
 

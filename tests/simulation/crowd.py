@@ -15,6 +15,7 @@ The model is a runner over any kind of layers: a simulated one (`history`), or a
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import ge, sub
 from typing import Any
 
@@ -29,6 +30,7 @@ from genbatch.actors.scheduling.plan import BatchingType, SchedulerOutput
 from genbatch.actors.scheduling.request import Phase
 from genbatch.actors.scheduling.scheduler import PauseOrder, PlainPlan, RequestList, RequestScheduler, SchedulerPolicy
 from genbatch.nif.context import Context
+from genbatch.nif.context.drafters import Drafter
 from genbatch.nif.errors import OptionError
 from genbatch.nif.kv.block_tables import Entries, Reservation, StepDraft
 from genbatch.nif.models.loaded_model import Model
@@ -90,11 +92,15 @@ class Crowd:
         seed: draws everything.
         model: tokenizer and limits.
         open_runner: makes the runner of a Batcher; None draws a simulated one.
+        open_plain: makes the runner for a request alone; None takes `open_runner`.
+        open_drafter: makes the drafter of the crowd's Batcher; the requests alone have none.
     """
 
     seed: int
     model: Model
     open_runner: Callable[[], Runner] | None = None
+    open_plain: Callable[[], Runner] | None = None
+    open_drafter: Callable[[], Drafter] | None = None
     rng: random.Random = field(init=False)
     options: BatcherOptions = field(init=False)
     asked: list[Asked] = field(init=False)
@@ -130,7 +136,8 @@ class Crowd:
     def check(self) -> None:
         """Raises AssertionError unless every promise holds."""
         try:
-            alone = [self._run([one], replace(self.options, prompt_lookup=False))[0] for one in self.asked]
+            plain = replace(self.options, prompt_lookup=False)
+            alone = [self._run([one], plain, drafts=False)[0] for one in self.asked]
         except ExceptionGroup as group:
             refused, others = group.split(OptionError)
             if refused is None or others is not None:
@@ -201,18 +208,22 @@ class Crowd:
             width = 1
         return Asked(GenerateRequest(**fields), width, rng.choice((0.0, 0.0, rng.random() * 3)))
 
-    def _open_context(self) -> Context:
+    def _open_context(self, *, drafts: bool = True) -> Context:
         assert self.open_runner is not None
+        runner = self.open_runner() if drafts or self.open_plain is None else self.open_plain()
         return Context(
             self.model,
-            self.open_runner(),
+            runner,
+            drafter=self.open_drafter() if drafts and self.open_drafter is not None else None,
             n_parallel=self.options.n_parallel,
             n_held=self.options.max_held_prompts,
             n_batch=self.options.max_batch_tokens,
             **self.memory,
         )
 
-    def _run(self, crowd: Sequence[Asked], options: BatcherOptions) -> list[Result | GenbatchError]:
+    def _run(
+        self, crowd: Sequence[Asked], options: BatcherOptions, *, drafts: bool = True
+    ) -> list[Result | GenbatchError]:
         """Answers, in the order of the questions."""
         answers: list[Any] = [None] * len(crowd)
 
@@ -223,7 +234,8 @@ class Crowd:
         async def live() -> None:
             async with trio.open_nursery() as nursery:
                 rng = random.Random(self.seed)
-                batcher = Batcher(self._open_context, options, open_worker=lambda _: SimWorker(nursery, rng, STEP_S))
+                open_context = partial(self._open_context, drafts=drafts)
+                batcher = Batcher(open_context, options, open_worker=lambda _: SimWorker(nursery, rng, STEP_S))
                 ref = await start(nursery, batcher, name="batcher")
                 watch(batcher)
 
@@ -292,7 +304,8 @@ def watch(batcher: Batcher) -> None:
         paused(sequence, swapped=swapped)
 
     batcher.journal.paused = count  # type: ignore[method-assign]
-    _watch_drafts(batcher)
+    if batcher.ctx.drafter is None:  # a drafter reserves blocks of its own between a step's draft and its reservation
+        _watch_drafts(batcher)
 
 
 def _watch_drafts(batcher: Batcher) -> None:

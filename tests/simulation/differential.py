@@ -8,20 +8,32 @@ import argparse
 import gc
 import logging
 import random
+import shutil
 import sys
 import tempfile
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
+import torch
+from safetensors.torch import load_file, save_file
+
+from genbatch.actors.batcher.drafting import DraftCosts
+from genbatch.nif.context.context import Context
+from genbatch.nif.context.draft_model import NUM_SLOTS, DraftModel
+from genbatch.nif.context.drafters import Drafter
 from genbatch.nif.context.engine import choose_runner
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.models.loaded_model import Model
-from genbatch.nif.models.model import load_model
+from genbatch.nif.models.model import describe_model, load_model
 from genbatch.nif.runner import Runner
+from tests.nif.mtp_models import random_pair, right_pair
 from tests.nif.native.models import build_native_model
 from tests.nif.tiny_models import build_model, build_tokenizer
 from tests.simulation.crowd import Crowd
@@ -36,6 +48,11 @@ NATIVE = (
     *("native-lfm2", "native-qwen3_5", "native-granite_hybrid"),
     *("native-falcon_h1", "native-mamba2", "native-nemotron_h", "native-lfm2_moe", "native-olmo_hybrid"),
 )
+# With a drafter in the crowd: a model's own multi-token head, or a draft model with other weights or the same.
+DRAFTED = (
+    *("head-qwen3_5", "head-qwen3_5_moe", "head-qwen3_next", "head-right"),
+    *("drafted-llama_odd", "copied-llama_odd"),
+)
 # The simulated model over all kinds of layer groups: a thousand times as many worlds in the same time.
 SIMULATED = "history"
 MAX_TOLD = 5
@@ -45,13 +62,13 @@ def main() -> int:
     """Exit code 1 if a promise is broken."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="for how long, unless --seeds says how many")
-    parser.add_argument("--family", choices=(*FAMILIES, *NATIVE, SIMULATED), help="only this one")
+    parser.add_argument("--family", choices=(*FAMILIES, *NATIVE, *DRAFTED, SIMULATED), help="only this one")
     parser.add_argument("--first", type=int, help="the first seed; drawn unless given")
     parser.add_argument("--seeds", type=int, help="how many worlds")
     chosen = parser.parse_args()
     logging.disable(logging.ERROR)  # the worlds' schedulers fail on purpose, thousands of times
     first = random.SystemRandom().randrange(10**9) if chosen.first is None else chosen.first
-    families = (chosen.family,) if chosen.family else (*FAMILIES, *NATIVE, SIMULATED)
+    families = (chosen.family,) if chosen.family else (*FAMILIES, *NATIVE, *DRAFTED, SIMULATED)
     ends = time.monotonic() + 60 * chosen.minutes
     with tempfile.TemporaryDirectory() as directory:
         models = {family: load(family, Path(directory) / family) for family in families}
@@ -62,7 +79,7 @@ def main() -> int:
     while (time.monotonic() < ends) if chosen.seeds is None else seed < first + chosen.seeds:
         family = families[seed % len(families)]
         done[family] += 1
-        fault = judge(seed, *models[family])
+        fault = judge(seed, models[family])
         if fault:
             failed += 1
             print(
@@ -76,23 +93,67 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def load(family: str, directory: Path) -> tuple[Model, Callable[[], Runner] | None]:
-    """A small model of the family, and what makes its runner."""
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A small model, and what makes a Batcher's runners and drafter."""
+
+    model: Model
+    open_runner: Callable[[], Runner] | None = None
+    open_plain: Callable[[], Runner] | None = None
+    open_drafter: Callable[[], Drafter] | None = None
+
+
+def load(family: str, directory: Path) -> Served:
+    """A small model of the family."""
+    kind, _, name = family.partition("-")
+    if kind == "head":
+        pair = right_pair(directory) if name == "right" else random_pair(name, directory)
+        model = describe_model(str(pair.path), dtype="float32")
+        assert model is not None
+        heads = choose_runner(model, EngineOptions(n_threads=1, draft="self"))
+        return Served(model, partial(heads, 8, 512), partial(choose_runner(model, EngineOptions(n_threads=1)), 8, 512))
+    if kind in ("drafted", "copied"):
+        model = load_model(str(build_native_model(name, directory, build_tokenizer)), dtype="float32", n_gpu_layers=0)
+        draft = load_model(str(_draft_of(directory, noise=0.02 if kind == "drafted" else 0.0)), dtype="float32")
+        open_plain = partial(choose_runner(model, EngineOptions(n_threads=1)), 8, 512)
+        open_guesser = partial(choose_runner(draft, EngineOptions(n_threads=1)), NUM_SLOTS, 128)
+
+        def open_drafter() -> DraftModel:
+            context = Context(draft, open_guesser(), n_parallel=NUM_SLOTS, n_batch=128, n_ctx=4096)
+            return DraftModel(context, model.vocab_size)
+
+        return Served(model, open_plain, open_drafter=open_drafter)
     if family in NATIVE:
         built = build_native_model(family.removeprefix("native-"), directory, build_tokenizer)
     else:
         built = build_model("llama" if family == SIMULATED else family, directory)
     model = load_model(str(built), dtype="float32", n_gpu_layers=0)
     if family == SIMULATED:
-        return model, None
-    return model, partial(choose_runner(model, EngineOptions(n_threads=1)), 8)
+        return Served(model)
+    return Served(model, partial(choose_runner(model, EngineOptions(n_threads=1)), 8, 512))
 
 
-def judge(seed: int, model: Model, open_runner: Callable[[], Runner] | None) -> str:
+def _draft_of(directory: Path, noise: float) -> Path:
+    """A copy of a model whose weights differ by `noise` of their spread, so that some of its guesses are wrong."""
+    draft = directory.with_name(f"{directory.name}-draft")
+    shutil.copytree(directory, draft)
+    weights = load_file(draft / "model.safetensors")
+    torch.manual_seed(0)
+    for weight in weights.values():
+        weight += noise * weight.std() * torch.randn_like(weight)
+    save_file(weights, draft / "model.safetensors", metadata={"format": "pt"})
+    return draft
+
+
+def judge(seed: int, served: Served) -> str:
     """What is wrong with a seed's world; "" if every promise holds."""
-    crowd = Crowd(seed, model, open_runner)
+    crowd = Crowd(seed, served.model, served.open_runner, served.open_plain, served.open_drafter)
+    has_drafter = served.open_plain is not None or served.open_drafter is not None
+    # A guess costs little: the small models' own times would end the drafts.
+    price = mock.patch.object(DraftCosts, "price", lambda *_: 0.05) if has_drafter else nullcontext()
     try:
-        crowd.check()
+        with price:
+            crowd.check()
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             raise

@@ -57,6 +57,7 @@ _LATENT: dict[str, Any] = {
     "moe_intermediate_size": 32,
     "routed_scaling_factor": 1.5,
 }
+_MIXTURE = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "routed_scaling_factor")
 _SCALED_YARN: dict[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 100.0,
@@ -117,6 +118,17 @@ ATTENTION_CONFIGS: dict[str, tuple[Any, Any]] = {
             final_logit_softcapping=5.0,
         ),
     ),
+    "vault_gemma": (
+        hf.VaultGemmaForCausalLM,
+        lambda: hf.VaultGemmaConfig(
+            **sizes(64, 96, 4, 2, 16),
+            sliding_window=WINDOW,
+            layer_types=_MIXED,
+            query_pre_attn_scalar=20,
+            attn_logit_softcapping=3.0,
+            final_logit_softcapping=5.0,
+        ),
+    ),
     "gemma3": (
         hf.Gemma3ForCausalLM,
         lambda: hf.Gemma3TextConfig(
@@ -156,6 +168,7 @@ ATTENTION_CONFIGS: dict[str, tuple[Any, Any]] = {
             logits_scaling=3.0,
         ),
     ),
+    "hyperclovax": (hf.HyperCLOVAXForCausalLM, lambda: hf.HyperCLOVAXConfig(**sizes(64, 96, 4, 2, 16), **_GRANITE)),
     # Two rotary bases, a layer without one, sinks in all.
     "granite_swa": (
         hf.GraniteSWAForCausalLM,
@@ -212,6 +225,14 @@ ATTENTION_CONFIGS: dict[str, tuple[Any, Any]] = {
         lambda: hf.Starcoder2Config(**sizes(64, 100, 4, 2, 16), use_bias=True, sliding_window=WINDOW),
     ),
     "nemotron": (hf.NemotronForCausalLM, lambda: hf.NemotronConfig(**sizes(64, 100, 4, 2, 32))),
+    "phi": (
+        hf.PhiForCausalLM,
+        lambda: hf.PhiConfig(
+            **without_head_dim(sizes(64, 96, 2, 1, 32)),
+            qk_layernorm=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+        ),
+    ),
     "stablelm": (
         hf.StableLmForCausalLM,
         lambda: hf.StableLmConfig(
@@ -390,6 +411,63 @@ ATTENTION_CONFIGS: dict[str, tuple[Any, Any]] = {
         ),
     ),
     # Rotated by halves; values are larger than keys.
+    "youtu": (
+        hf.YoutuForCausalLM,
+        lambda: hf.YoutuConfig(
+            **{key: value for key, value in _LATENT.items() if key not in _MIXTURE},
+            q_lora_rank=40,
+        ),
+    ),
+    "dots1": (
+        hf.Dots1ForCausalLM,
+        lambda: hf.Dots1Config(
+            **sizes(64, 96, 4, 2, 32),
+            sliding_window=WINDOW,
+            layer_types=_MIXED,
+            moe_intermediate_size=32,
+            n_routed_experts=8,
+            n_shared_experts=2,
+            num_experts_per_tok=2,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=1.5,
+            norm_topk_prob=True,
+            first_k_dense_replace=1,
+        ),
+    ),
+    "exaone_moe": (
+        hf.ExaoneMoeForCausalLM,
+        lambda: hf.ExaoneMoeConfig(
+            **sizes(64, 96, 4, 2, 16),
+            sliding_window=WINDOW,
+            layer_types=_MIXED,
+            moe_intermediate_size=32,
+            num_experts=8,
+            num_experts_per_tok=2,
+            num_shared_experts=2,
+            n_group=2,
+            topk_group=1,
+        ),
+    ),
+    "solar_open": (
+        hf.SolarOpenForCausalLM,
+        lambda: hf.SolarOpenConfig(
+            **{key: value for key, value in sizes(64, 96, 4, 2, 32).items() if key != "intermediate_size"},
+            moe_intermediate_size=32,
+            n_routed_experts=8,
+            n_shared_experts=1,
+            num_experts_per_tok=2,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=1.5,
+        ),
+    ),
+    "minimax_m2": (
+        hf.MiniMaxM2ForCausalLM,
+        lambda: hf.MiniMaxM2Config(
+            **sizes(64, 32, 4, 2, 32), num_local_experts=6, num_experts_per_tok=2, rotary_dim=16
+        ),
+    ),
     "glm4_moe_lite": (
         hf.Glm4MoeLiteForCausalLM,
         lambda: hf.Glm4MoeLiteConfig(
@@ -470,6 +548,12 @@ ATTENTION_CONFIGS: dict[str, tuple[Any, Any]] = {
     "exaone4": (
         hf.Exaone4ForCausalLM,
         lambda: hf.Exaone4Config(**sizes(64, 96, 4, 2, 16), sliding_window=WINDOW, layer_types=_MIXED),
+    ),
+    "cohere": (
+        hf.CohereForCausalLM,
+        lambda: hf.CohereConfig(
+            **without_head_dim(sizes(64, 96, 4, 2, 16)), logit_scale=0.25, use_qk_norm=True, attention_bias=True
+        ),
     ),
     "cohere2": (
         hf.Cohere2ForCausalLM,

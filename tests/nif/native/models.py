@@ -89,6 +89,17 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
             block_ffn_dim_multiplier=1.5,
         ),
     ),
+    # Norms around each half, a gate for each head, two rotary kinds, windows, and a convolution.
+    "lfm3": (
+        hf.Lfm3ForCausalLM,
+        lambda: hf.Lfm3Config(
+            **(sizes(64, 96, 4, 2, 32) | {"num_hidden_layers": 4}),
+            layer_types=["conv", "sliding_attention", "full_attention", "conv"],
+            sliding_window=WINDOW,
+            conv_bias=True,
+            conv_L_cache=5,
+        ),
+    ),
     "qwen3_5": (
         hf.Qwen3_5ForCausalLM,
         lambda: hf.Qwen3_5TextConfig(**(sizes(64, 96, 4, 2, 32) | _deltas(18, 40, 4)), attention_bias=True),
@@ -248,7 +259,7 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
 
 # Their norms add 1, but for those that are gated.
 _WEIGHTS_BEYOND_ONE = (
-    *("gemma", "gemma_wide", "gemma2", "gemma3", "nemotron"),
+    *("gemma", "gemma_wide", "gemma2", "vault_gemma", "gemma3", "nemotron"),
     *("qwen3_5", "qwen3_5_moe", "qwen3_next"),
 )
 
