@@ -54,9 +54,15 @@ _ROUTED_EXPERTS = {
     "expert_group_used_count": "topk_group",
     "leading_dense_block_count": "first_k_dense_replace",
 }
+_WITH_SHARED = {
+    **EXPERT_NAMES,
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
 _DEEPSEEK = GgufFamily(
     {
-        **EXPERT_NAMES,
+        **_WITH_SHARED,
         "attn_q_a": "self_attn.q_a_proj",
         "attn_q_a_norm": "self_attn.q_a_layernorm",
         "attn_q_b": "self_attn.q_b_proj",
@@ -65,9 +71,6 @@ _DEEPSEEK = GgufFamily(
         "attn_kv_b": "self_attn.kv_b_proj",
         "attn_k_b": "self_attn.k_b_proj",
         "attn_v_b": "self_attn.v_b_proj",
-        "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-        "ffn_up_shexp": "mlp.shared_experts.up_proj",
-        "ffn_down_shexp": "mlp.shared_experts.down_proj",
     },
     kind="deepseek_v2",
     settings={
@@ -84,6 +87,7 @@ _HUNYUAN = GgufFamily(
     settings=SETTINGS,
     present={"attention_bias": "blk.0.attn_q.bias"},
 )
+_COHERE = {**SETTINGS, "attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"}
 _OLMO2 = GgufFamily(_SANDWICH_NAMES, settings=SETTINGS)
 _GRANITE = GgufFamily(
     LAYER_NAMES,
@@ -270,10 +274,10 @@ FAMILIES = {
         present={"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"},
         rotates_part=True,
     ),
-    "cohere2": GgufFamily(
-        LAYER_NAMES,
-        settings={**SETTINGS, "attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"},
+    "command-r": GgufFamily(
+        LAYER_NAMES, kind="cohere", settings=_COHERE, present={"use_qk_norm": "blk.0.attn_q_norm.weight"}
     ),
+    "cohere2": GgufFamily(LAYER_NAMES, settings=_COHERE),
     "exaone4": GgufFamily(_SANDWICH_NAMES, settings=SETTINGS, windows_by_layer=True),
     "qwen3moe": GgufFamily(
         EXPERT_NAMES,
@@ -308,29 +312,15 @@ FAMILIES = {
         single_rows=("shared_expert_gate.weight",),
     ),
     "glm4moe": GgufFamily(
-        {
-            **EXPERT_NAMES,
-            "post_attention_norm": "post_attention_layernorm",
-            "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-            "ffn_up_shexp": "mlp.shared_experts.up_proj",
-            "ffn_down_shexp": "mlp.shared_experts.down_proj",
-        },
+        {**_WITH_SHARED, "post_attention_norm": "post_attention_layernorm"},
         kind="glm4_moe",
-        settings={
-            **SETTINGS,
-            **_ROUTED_EXPERTS,
-        },
+        settings={**SETTINGS, **_ROUTED_EXPERTS},
         bare={"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"},
         present={"attention_bias": "blk.0.attn_q.bias", "use_qk_norm": "blk.0.attn_q_norm.weight"},
         rotates_part=True,
     ),
     "ernie4_5-moe": GgufFamily(
-        {
-            **EXPERT_NAMES,
-            "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-            "ffn_up_shexp": "mlp.shared_experts.up_proj",
-            "ffn_down_shexp": "mlp.shared_experts.down_proj",
-        },
+        _WITH_SHARED,
         kind="ernie4_5_moe",
         settings={
             **SETTINGS,
@@ -345,6 +335,23 @@ FAMILIES = {
         single_rows=("e_score_correction_bias",),
     ),
     "deepseek2": _DEEPSEEK,
+    "dots1": GgufFamily(
+        _WITH_SHARED,
+        settings={**SETTINGS, **_ROUTED_EXPERTS},
+        bare={"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"},
+    ),
+    "minimax-m2": GgufFamily(
+        EXPERT_NAMES,
+        kind="minimax_m2",
+        settings={
+            **SETTINGS,
+            "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "intermediate_size",
+        },
+        bare={"exp_probs_b.bias": "mlp.e_score_correction_bias"},
+        rotates_part=True,
+    ),
     "hunyuan-dense": _HUNYUAN,
     "hunyuan-moe": replace(
         _HUNYUAN,

@@ -68,6 +68,9 @@ ARCH = {
     "ministral3": gguf.MODEL_ARCH.MISTRAL3,
     "hunyuan": gguf.MODEL_ARCH.HUNYUAN_DENSE,
     "hunyuan_moe": gguf.MODEL_ARCH.HUNYUAN_MOE,
+    "cohere": gguf.MODEL_ARCH.COMMAND_R,
+    "dots1": gguf.MODEL_ARCH.DOTS1,
+    "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2,
     "qwen3_5": gguf.MODEL_ARCH.QWEN35,
     "qwen3_5_moe": gguf.MODEL_ARCH.QWEN35MOE,
 }
@@ -77,8 +80,7 @@ _DELTAS = {
     "ssm.group_count": "linear_num_key_heads",
     "ssm.time_step_rank": "linear_num_value_heads",
 }
-_DEEPSEEK = {
-    "attention.kv_lora_rank": "kv_lora_rank",
+_DEEPSEEK_EXPERTS = {
     "expert_count": "n_routed_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
@@ -86,6 +88,13 @@ _DEEPSEEK = {
     "expert_weights_scale": "routed_scaling_factor",
     "leading_dense_block_count": "first_k_dense_replace",
 }
+_GROUPED_EXPERTS = {
+    **_DEEPSEEK_EXPERTS,
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+}
+_DEEPSEEK = {"attention.kv_lora_rank": "kv_lora_rank", **_DEEPSEEK_EXPERTS}
 _GEMMA4 = {"attention.sliding_window": "sliding_window", "attention.shared_kv_layers": "num_kv_shared_layers"}
 # What only some files say: key, and the configuration's name for it.
 MORE = {
@@ -129,6 +138,13 @@ MORE = {
     "stablelm": {"use_parallel_residual": "use_parallel_residual"},
     "gpt_neox": {"use_parallel_residual": "use_parallel_residual"},
     "cohere2": {"attention.sliding_window": "sliding_window", "logit_scale": "logit_scale"},
+    "cohere": {"logit_scale": "logit_scale"},
+    "dots1": _GROUPED_EXPERTS,
+    "minimax_m2": {
+        "expert_count": "num_local_experts",
+        "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "intermediate_size",
+    },
     "exaone4": {"attention.sliding_window": "sliding_window"},
     "olmo3": {"attention.sliding_window": "sliding_window"},
     "qwen2_moe": {
@@ -137,17 +153,7 @@ MORE = {
         "expert_feed_forward_length": "moe_intermediate_size",
         "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     },
-    "glm4_moe": {
-        "expert_count": "n_routed_experts",
-        "expert_used_count": "num_experts_per_tok",
-        "expert_feed_forward_length": "moe_intermediate_size",
-        "expert_shared_count": "n_shared_experts",
-        "expert_weights_scale": "routed_scaling_factor",
-        "expert_weights_norm": "norm_topk_prob",
-        "expert_group_count": "n_group",
-        "expert_group_used_count": "topk_group",
-        "leading_dense_block_count": "first_k_dense_replace",
-    },
+    "glm4_moe": _GROUPED_EXPERTS,
     "ernie_moe": {
         "expert_count": "moe_num_experts",
         "expert_used_count": "moe_k",
@@ -160,10 +166,8 @@ MORE = {
     "deepseek2": _DEEPSEEK,
     "deepseek3": {
         **_DEEPSEEK,
+        **_GROUPED_EXPERTS,
         "attention.q_lora_rank": "q_lora_rank",
-        "expert_weights_norm": "norm_topk_prob",
-        "expert_group_count": "n_group",
-        "expert_group_used_count": "topk_group",
     },
     "gemma3n": {
         **_GEMMA4,
@@ -213,6 +217,8 @@ _YARN: dict[str, Any] = {
 CHANGES: dict[str, dict[str, Any]] = {
     "lfm2": {"conv_bias": False},
     "qwen3_5": {"attention_bias": False},
+    "cohere": {"attention_bias": False},
+    "dots1": {"layer_types": ["full_attention"] * 3},
     "qwen3_moe": {"mlp_only_layers": []},
     "qwen2_moe": {"mlp_only_layers": []},
     "cohere2": {
@@ -228,7 +234,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
 }
 EPS = {"starcoder2": "norm_epsilon", "nemotron": "norm_eps"}
-EPS |= dict.fromkeys(("stablelm", "gpt_neox", "cohere2"), "layer_norm_eps")
+EPS |= dict.fromkeys(("stablelm", "gpt_neox", "cohere", "cohere2"), "layer_norm_eps")
 
 
 def put_number(writer: gguf.GGUFWriter, key: str, value: float) -> None:
