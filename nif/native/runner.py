@@ -4,6 +4,7 @@ runner = native_runner(load_model("smollm2"), quantize="int8")
 """
 
 import ctypes
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -158,6 +159,9 @@ class NativeRunner:
         self._engine = self._library.engine_create(ctypes.byref(self._shape), caches, self._n_threads)
         if not self._engine:
             raise MemoryError("cannot allocate the native engine")
+        # A runner that nobody closed stops its threads once it is garbage. At a program's end a step may still run.
+        self._destroy = weakref.finalize(self, self._library.engine_destroy, self._engine)
+        self._destroy.atexit = False
 
     def reserve(self, num_tokens: int, num_sequences: int) -> None:
         """See `KnowsStep`."""
@@ -319,7 +323,7 @@ class NativeRunner:
     def close(self) -> None:
         """Stops the threads and releases the KV pool; the weights stay for the next runner."""
         if self._engine is not None:
-            self._library.engine_destroy(self._engine)
+            self._destroy()
             self._engine = None
         for pool in self._pools:
             pool.close()

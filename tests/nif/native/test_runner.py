@@ -2,9 +2,11 @@
 
 import copy
 import dataclasses
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -414,3 +416,18 @@ def test_int4_is_int8_with_layers_of_4_bits(native_model: Models, layout: Layout
     errors = (torch.from_numpy(together[: len(tokens[0])]) - exact).norm(dim=1) / exact.norm(dim=1)
     assert 0 < float(errors.median()) < 0.5
     runner.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted by Linux")
+def test_a_runner_that_nobody_closed_stops_its_threads(native_model: Models) -> None:
+    def num_threads() -> int:
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    runner = native_runner(native_model("llama"), n_threads=3)
+    gc.collect()
+    before = num_threads()
+    runner.allocate([2] * len(runner.groups), 16)
+    assert num_threads() == before + 2
+    del runner
+    gc.collect()
+    assert num_threads() == before
