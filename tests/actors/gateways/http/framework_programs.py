@@ -420,7 +420,7 @@ def _(url: str) -> None:
 
     client = instructor.from_openai(openai_client(url))
     asked: Any = {"model": "model", "messages": [USER], "response_model": Colour, "max_tokens": 200, "max_retries": 0}
-    asked["temperature"] = 1  # greedily a random model may write spaces for ever
+    asked |= {"temperature": 1, "seed": 1}  # greedily a random model may write spaces for ever
     assert isinstance(client.chat.completions.create(**asked), Colour)
 
 
@@ -430,7 +430,7 @@ def _(url: str) -> None:
 
     client = instructor.from_openai(openai_client(url), mode=instructor.Mode.JSON_SCHEMA)
     asked: Any = {"model": "model", "messages": [USER], "response_model": Colour, "max_tokens": 200, "max_retries": 0}
-    asked["temperature"] = 1  # greedily a random model may write spaces for ever
+    asked |= {"temperature": 1, "seed": 1}  # greedily a random model may write spaces for ever
     assert isinstance(client.chat.completions.create(**asked), Colour)
     *_, last = client.chat.completions.create_partial(**asked)
     assert Colour.model_validate(last.model_dump())
