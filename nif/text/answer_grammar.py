@@ -169,7 +169,7 @@ def _head(format: ToolFormat, name: str) -> tuple[str, ...]:
 
     If two branches begin with the same text, the branch with the longer pieces would hide the other.
     """
-    return "{", '"name"', ": ", json.dumps(name), ", ", json.dumps(format.key), ": "
+    return "{", json.dumps(format.name_key), ": ", json.dumps(name), ", ", json.dumps(format.key), ": "
 
 
 def _closed(schema: Any, depth: int = 0) -> Any:

@@ -13,7 +13,6 @@ Text that cannot be parsed as a call stays text, so no output is lost. JSON argu
 generated. Other arguments are parsed once their call is complete.
 """
 
-import ast
 import json
 import re
 import secrets
@@ -22,8 +21,17 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
-# Most characters of a call that is not JSON, as a bound for Python's parser. A longer call is text.
-MAX_HELD = 64 * 1024
+from genbatch.nif.text.whole_calls import (
+    MAX_HELD,
+    CallList,
+    read_by_name,
+    read_called,
+    read_pythonic,
+    read_tagged,
+    read_xml,
+    whole_calls,
+)
+
 _ID_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
 
@@ -33,7 +41,10 @@ class Shape(Enum):
     JSON = "json"  # {"name": …, "arguments": {…}}, or a list of them
     NAMED_JSON = "named_json"  # name[ARGS]{…}
     NUMBERED = "numbered"  # functions.name:0, which is the call's id, a mark and {…}, between marks of the call
-    XML = "xml"  # <function=name><parameter=key>value</parameter></function>
+    SEPARATED = "separated"  # a name, a mark and {…}, between marks of the call
+    XML = "xml"  # <function=name><parameter=key>value</parameter></function>, or <invoke name="name"> likewise
+    TAGGED = "tagged"  # name<arg_key>key</arg_key><arg_value>value</arg_value>
+    BY_NAME = "by_name"  # [{"name": {…}}, …]
     PYTHONIC = "pythonic"  # [name(key=value), …]
     CALLED = "called"  # call:name{key:<escape>text<escape>}
 
@@ -48,7 +59,7 @@ class ToolFormat:
         opens: marks, each of which opens a call.
         closes: the mark that closes a call; "" means the end of the answer.
         bare: the first character of an answer of calls only, without a mark.
-        key: the name of the arguments in a JSON call.
+        name_key, key: the names of the name and of the arguments in a JSON call.
         listed: whether all calls stand between the marks as one JSON list.
         detect: texts that a chat template with this format contains, all of them.
     """
@@ -58,6 +69,7 @@ class ToolFormat:
     opens: tuple[str, ...]
     closes: str = ""
     bare: str = ""
+    name_key: str = "name"
     key: str = "arguments"
     listed: bool = False
     detect: tuple[str, ...] = ()
@@ -75,6 +87,13 @@ _INNER_MARKS: Mapping[Shape, tuple[str, ...]] = {
     Shape.NAMED_JSON: ("[ARGS]", "[CALL_ID]"),
     Shape.NUMBERED: (CALL_BEGINS, CALL_ARGUMENTS, CALL_ENDS),
 }
+
+
+def _deepseek(name: str) -> str:
+    """Return one of DeepSeek's marks, whose bars are wide ones."""
+    return f"<\uff5ctool▁{name}\uff5c>"
+
+
 HERMES = ToolFormat("hermes", Shape.JSON, ("<tool_call>",), "</tool_call>", detect=("<tool_call>",))
 LFM2 = ToolFormat(
     "lfm2", Shape.PYTHONIC, ("<|tool_call_start|>",), "<|tool_call_end|>", "[", detect=("<|tool_call_start|>",)
@@ -82,7 +101,39 @@ LFM2 = ToolFormat(
 # The first matching format is used, so narrower formats come first.
 FORMATS = (
     ToolFormat("qwen-xml", Shape.XML, ("<tool_call>",), "</tool_call>", detect=("<tool_call>", "<function=")),
+    ToolFormat("glm", Shape.TAGGED, ("<tool_call>",), "</tool_call>", detect=("<tool_call>", "<arg_key>")),
+    ToolFormat("seed", Shape.XML, ("<seed:tool_call>",), "</seed:tool_call>", detect=("<seed:tool_call>",)),
+    ToolFormat("minimax", Shape.XML, ("<minimax:tool_call>",), "</minimax:tool_call>", detect=("<minimax:tool_call>",)),
+    ToolFormat(
+        "deepseek",
+        Shape.SEPARATED,
+        (_deepseek("calls▁begin"), _deepseek("call▁begin")),
+        _deepseek("calls▁end"),
+        listed=True,
+        detect=(_deepseek("calls▁begin"),),
+    ),
+    ToolFormat(
+        "cohere",
+        Shape.JSON,
+        ("<|START_ACTION|>",),
+        "<|END_ACTION|>",
+        name_key="tool_name",
+        key="parameters",
+        listed=True,
+        detect=("<|START_ACTION|>",),
+    ),
+    ToolFormat("hunyuan", Shape.JSON, ("<tool_calls>",), "</tool_calls>", listed=True, detect=("<tool_calls>",)),
     HERMES,
+    ToolFormat("apertus", Shape.BY_NAME, ("<|tools_prefix|>",), "<|tools_suffix|>", detect=("<|tools_prefix|>",)),
+    ToolFormat(
+        "phi4",
+        Shape.JSON,
+        ("<|tool_call|>",),
+        "<|/tool_call|>",
+        listed=True,
+        detect=("<|tool_call|>", "<|/tool_call|>"),
+    ),
+    ToolFormat("granite", Shape.JSON, ("<|tool_call|>",), listed=True, detect=("<|tool_call|>",)),
     ToolFormat("mistral-args", Shape.NAMED_JSON, ("[TOOL_CALLS]",), detect=("[TOOL_CALLS]", "[ARGS]")),
     ToolFormat("mistral", Shape.JSON, ("[TOOL_CALLS]",), detect=("[TOOL_CALLS]",)),
     ToolFormat("nemotron", Shape.JSON, ("<TOOLCALL>",), "</TOOLCALL>", listed=True, detect=("<TOOLCALL>",)),
@@ -376,7 +427,7 @@ class AnswerReader:
         self._trims = True
         if calls.num_read or not body.strip():
             return  # what follows the last call is brackets
-        whole = _whole_calls(body)
+        whole = whole_calls(body)
         if whole is None:
             self._as_text(parts, body + closes)
             return
@@ -419,7 +470,7 @@ def new_call_id() -> str:
 # Calls in JSON, parsed while they are generated
 
 _JSON_HEAD = re.compile(
-    r'[\s\]\[,;}]*\{\s*(?:"(?:type|id)"\s*:\s*"[^"]*"\s*,\s*)*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")'
+    r'[\s\]\[,;}]*\{\s*(?:"(?:type|id|tool_call_id)"\s*:\s*"[^"]*"\s*,\s*)*"(?:tool_)?name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")'
     r'\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 _NAMED_HEAD = re.compile(
@@ -429,7 +480,17 @@ _NUMBERED_HEAD = re.compile(
     r"\s*(?:<\|tool_call_end\|>\s*)?(?:<\|tool_call_begin\|>)?\s*(?P<id>(?:functions\.)?(?P<name>[\w.-]+)(?::\d+)?)"
     r"\s*<\|tool_call_argument_begin\|>\s*(?=\{)"
 )
-_HEADS = {Shape.JSON: _JSON_HEAD, Shape.NAMED_JSON: _NAMED_HEAD, Shape.NUMBERED: _NUMBERED_HEAD}
+# DeepSeek V3 writes function, the separator, the name and a block of code; V3.1 the name and the separator.
+_SEPARATED_HEAD = re.compile(
+    rf"[\s`]*(?:{_deepseek('call▁end')}\s*)?(?:{_deepseek('call▁begin')})?\s*(?:function{_deepseek('sep')})?"
+    rf"(?P<name>[\w.-]+)(?:{_deepseek('sep')}|\s*```json)\s*(?=\{{)"
+)
+_HEADS = {
+    Shape.SEPARATED: _SEPARATED_HEAD,
+    Shape.JSON: _JSON_HEAD,
+    Shape.NAMED_JSON: _NAMED_HEAD,
+    Shape.NUMBERED: _NUMBERED_HEAD,
+}
 # Most characters of a call without a mark before its name is complete.
 _MAX_HEAD = 512
 
@@ -490,165 +551,12 @@ class _JSONCalls:
         return len(text)
 
 
-def _whole_calls(body: str) -> list[tuple[str, str]] | None:
-    """Parse JSON calls with another order of members or with arguments in a string; None if the text is no call.
-
-    A call may also be a dictionary of Python, since some chat templates show one: {'name': 'f', 'arguments': {}}.
-    """
-    try:
-        value = json.loads(body)
-    except (ValueError, RecursionError):
-        value = _python_value(body)
-    calls = []
-    for entry in value if isinstance(value, list) else [value]:
-        if not isinstance(entry, dict):
-            return None
-        inner = entry.get("function")
-        entry = inner if isinstance(inner, dict) else entry
-        name = entry.get("name", inner)
-        arguments = entry.get("arguments", entry.get("parameters", {}))
-        if not isinstance(name, str) or not isinstance(arguments, dict | str):
-            return None
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        calls.append((name, text))
-    return calls or None
-
-
-# Calls that are parsed as a whole
-
-_Calls = list[tuple[str, dict[str, Any]]]
-_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
-
-
-def _read_xml(body: str, schemas: Mapping[str, Any]) -> _Calls:
-    calls: _Calls = []
-    for name, inner in _FUNCTION.findall(body):
-        properties = schemas.get(name.strip(), {}).get("properties") or {}
-        arguments = {
-            key.strip(): _typed(value, properties.get(key.strip())) for key, value in _PARAMETER.findall(inner)
-        }
-        calls.append((name.strip(), arguments))
-    return calls
-
-
-def _typed(text: str, schema: object) -> Any:
-    """Convert an unquoted value by its schema: JSON, or as Python writes it, unless the schema says string."""
-    kind = schema.get("type") if isinstance(schema, dict) else None
-    if kind == "string":
-        return text
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        value = None if kind is None else _python_value(text)
-        return text if value is None and text.strip() != "None" else value
-
-
-# The errors that evaluating Python's literals raises.
-_NOT_PYTHON = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
-
-
-def _python_value(text: str) -> Any:
-    """Return the value of a literal of Python that JSON can express, too; None if the text is something else."""
-    try:
-        value = ast.literal_eval(text.strip()) if len(text) <= MAX_HELD else None
-        json.dumps(value, allow_nan=False)
-    except _NOT_PYTHON:
-        return None
-    return value
-
-
-class _JSONWords(ast.NodeTransformer):
-    """Replaces true, false and null, which JSON within a call has."""
-
-    _VALUES: Mapping[str, bool | None] = {"true": True, "false": False, "null": None}
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.Constant(self._VALUES[node.id]) if node.id in self._VALUES else node
-
-
-def _read_pythonic(body: str, schemas: Mapping[str, Any]) -> _Calls:
-    """Parse calls in a list, in lines, or, as LFM2 writes on request, in JSON."""
-    try:
-        calls: _Calls = []
-        for line in ast.parse(body.strip()).body:
-            tree = line.value if isinstance(line, ast.Expr) else None
-            for node in tree.elts if isinstance(tree, ast.List | ast.Tuple) else [tree]:
-                if not isinstance(node, ast.Call) or node.args:
-                    return _read_json(body)
-                words = {word.arg: _JSONWords().visit(word.value) for word in node.keywords if word.arg is not None}
-                arguments = {name: ast.literal_eval(value) for name, value in words.items()}
-                json.dumps(arguments, allow_nan=False)
-                calls.append((ast.unparse(node.func), arguments))
-    except _NOT_PYTHON:
-        return []
-    return calls
-
-
-def _read_json(body: str) -> _Calls:
-    """Parse calls in JSON, of which arguments in a string are JSON as well."""
-    try:
-        return [(name, dict(json.loads(arguments))) for name, arguments in _whole_calls(body) or ()]
-    except (ValueError, TypeError, RecursionError):
-        return []
-
-
-_CALLED = re.compile(r"\s*call:([\w.-]+)\s*(?=\{)")
-
-
-def _read_called(body: str, schemas: Mapping[str, Any]) -> _Calls:
-    calls: _Calls = []
-    place = 0
-    while (head := _CALLED.match(body, place)) is not None:
-        try:
-            arguments, place = _called_value(body, head.end(), 0)
-        except (ValueError, IndexError):
-            return []
-        calls.append((head[1], arguments))
-    return calls
-
-
-_ESCAPE = "<escape>"
-_MAX_DEPTH = 32
-
-
-def _called_value(text: str, place: int, depth: int) -> tuple[Any, int]:
-    """Parse a value in Gemma's notation; returns the value and its end.
-
-    Raises:
-        ValueError, IndexError: the text is no such value.
-    """
-    if depth > _MAX_DEPTH:
-        raise ValueError("nested too deeply")
-    if text.startswith(_ESCAPE, place):
-        end = text.index(_ESCAPE, place + len(_ESCAPE))
-        return text[place + len(_ESCAPE) : end], end + len(_ESCAPE)
-    if text[place] == "[":
-        items = []
-        place += 1
-        while text[place] != "]":
-            item, place = _called_value(text, place, depth + 1)
-            items.append(item)
-            place += text[place] == ","
-        return items, place + 1
-    if text[place] == "{":
-        members = {}
-        place += 1
-        while text[place] != "}":
-            colon = text.index(":", place)
-            key = text[place:colon].strip().removeprefix(_ESCAPE).removesuffix(_ESCAPE)
-            members[key], place = _called_value(text, colon + 1, depth + 1)
-            place += text[place] == ","
-        return members, place + 1
-    word = re.compile(r"[^,\]}]*").match(text, place)
-    assert word is not None
-    return _typed(word[0].strip(), None), word.end()
-
-
-_READERS: dict[Shape, Callable[[str, Mapping[str, Any]], _Calls]] = {
-    Shape.XML: _read_xml,
-    Shape.PYTHONIC: _read_pythonic,
-    Shape.CALLED: _read_called,
+_READERS: dict[Shape, Callable[[str, Mapping[str, Any]], CallList]] = {
+    Shape.XML: read_xml,
+    Shape.TAGGED: read_tagged,
+    Shape.BY_NAME: read_by_name,
+    Shape.PYTHONIC: read_pythonic,
+    Shape.CALLED: read_called,
 }
 
 

@@ -43,13 +43,17 @@ def grammar_for(calls: Calls | None, *, has_format: bool = False, thinks: bool =
 
 def written_in(format: ToolFormat, arguments: str = '{"city": "</tool_call>]"}') -> str:
     """A call of "f" in this format."""
-    call = f'{{"name": "f", "{format.key}": {arguments}}}'
+    call = f'{{"{format.name_key}": "f", "{format.key}": {arguments}}}'
     return {
         "hermes": f"<tool_call>\n{call}\n</tool_call>",
         "mistral": f"[TOOL_CALLS][{call}]",
         "mistral-args": f"[TOOL_CALLS]f[ARGS]{arguments}",
         "nemotron": f"<TOOLCALL>[{call}]</TOOLCALL>",
         "llama3": call,
+        "cohere": f"<|START_ACTION|>[{call}]<|END_ACTION|>",
+        "hunyuan": f"<tool_calls>[{call}]</tool_calls>",
+        "phi4": f"<|tool_call|>[{call}]<|/tool_call|>",
+        "granite": f"<|tool_call|>[{call}]",
         "kimi": f"<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{arguments}"
         "<|tool_call_end|><|tool_calls_section_end|>",
     }[format.name]

@@ -21,6 +21,13 @@ from genbatch.nif.text.tools import (
 )
 
 FORMAT = {format.name: format for format in FORMATS}
+
+
+def _wide(text: str) -> str:
+    """The text with DeepSeek's wide bars."""
+    return text.replace("|", "\uff5c")
+
+
 TOOLS = [{"function": {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}}]
 # format, what the model writes, text, thinking, calls
 CASES: list[tuple[str, str, str, str, list[tuple[str, Any]]]] = [
@@ -51,6 +58,33 @@ CASES: list[tuple[str, str, str, str, list[tuple[str, Any]]]] = [
         "</function>\n</tool_call>",
         "ok", "", [("f", {"a": "12", "b": 12})],
     ),
+    ("glm", "ok\n<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>12</arg_value>\n<arg_key>b</arg_key>\n"
+     "<arg_value>[1, 2]</arg_value>\n</tool_call>\n<tool_call>f</tool_call>", "ok", "",
+     [("f", {"a": "12", "b": [1, 2]}), ("f", {})]),
+    ("glm", "<tool_call>f<arg_key>a</arg_key><arg_value>x</arg_value><arg_key>b</arg_key><arg_value>true</arg_value>"
+     "</tool_call>", "", "", [("f", {"a": "x", "b": True})]),
+    ("glm", "<tool_call>no call</tool_call> on", "<tool_call>no call</tool_call> on", "", []),
+    ("seed", "<seed:tool_call>\n<function=f>\n<parameter=a>12</parameter>\n<parameter=b>12</parameter>\n</function>\n"
+     "</seed:tool_call>", "", "", [("f", {"a": "12", "b": 12})]),
+    ("minimax", 'ok\n<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">x <b</parameter>\n'
+     '<parameter name="b">{"c": 1}</parameter>\n</invoke>\n<invoke name="g">\n</invoke>\n</minimax:tool_call>',
+     "ok", "", [("f", {"a": "x <b", "b": {"c": 1}}), ("g", {})]),
+    ("deepseek", _wide("Two:<|tool▁calls▁begin|><|tool▁call▁begin|>function<|tool▁sep|>f\n```json\n" '{"a": "}`"}'
+     "\n```<|tool▁call▁end|>\n<|tool▁call▁begin|>function<|tool▁sep|>g\n```json\n{}\n```<|tool▁call▁end|>"
+     "<|tool▁calls▁end|>"), "Two:", "", [("f", {"a": "}`"}), ("g", {})]),
+    ("deepseek", _wide('<|tool▁calls▁begin|><|tool▁call▁begin|>f<|tool▁sep|>{"a": 1}<|tool▁call▁end|>'
+     "<|tool▁call▁begin|>g<|tool▁sep|>{}<|tool▁call▁end|><|tool▁calls▁end|>"), "", "", [("f", {"a": 1}), ("g", {})]),
+    ("cohere", '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "f", "parameters": {"a": "]"}},\n'
+     '    {"tool_call_id": "1", "tool_name": "g", "parameters": {}}\n]<|END_ACTION|>', "", "",
+     [("f", {"a": "]"}), ("g", {})]),
+    ("cohere", '<|START_ACTION|>{"parameters": {"a": 1}, "tool_name": "f"}<|END_ACTION|>', "", "", [("f", {"a": 1})]),
+    ("apertus", 'ok<|tools_prefix|>[{"f": {"a": "x"}}, {"g": {}}]<|tools_suffix|>', "ok", "",
+     [("f", {"a": "x"}), ("g", {})]),
+    ("apertus", '<|tools_prefix|>[{"f": 1}]<|tools_suffix|>', '<|tools_prefix|>[{"f": 1}]<|tools_suffix|>', "", []),
+    ("hunyuan", '<tool_calls>[{"name": "f", "arguments": {"a": "x"}}]</tool_calls>', "", "", [("f", {"a": "x"})]),
+    ("phi4", '<|tool_call|>[{"name": "f", "arguments": {"a": "x"}}]<|/tool_call|>', "", "", [("f", {"a": "x"})]),
+    ("granite", '<|tool_call|>[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]', "", "",
+     [("f", {}), ("g", {})]),
     ("pythonic", '[f(a="x", b=[1, 2]), m.g()]', "", "", [("f", {"a": "x", "b": [1, 2]}), ("m.g", {})]),
     ("pythonic", "[1, 2]", "[1, 2]", "", []),
     ("lfm2", '<|tool_call_start|>[f(a="x")]<|tool_call_end|>Done.', "Done.", "", [("f", {"a": "x"})]),
@@ -203,6 +237,15 @@ def test_tags_of_one_model_come_before_those_of_many() -> None:
         ("<|tool_call_start|>", "lfm2"),
         ("<start_function_call>", "gemma"),
         ("<|tool_calls_section_begin|>", "kimi"),
+        ("<tool_call>{{ x }}<arg_key>{{ y }}</arg_key>", "glm"),
+        ("<seed:tool_call><function={{ x }}>", "seed"),
+        ('<minimax:tool_call><invoke name="{{ x }}">', "minimax"),
+        ("<\uff5ctool▁calls▁begin\uff5c>", "deepseek"),
+        ("<|START_ACTION|>", "cohere"),
+        ("<|tools_prefix|>", "apertus"),
+        ("<tool_calls>[{{ x }}]</tool_calls>", "hunyuan"),
+        ("<|tool_call|><|/tool_call|>", "phi4"),
+        ("<|tool_call|>", "granite"),
         ("unheard of", "hermes"),
     ],
 )
