@@ -281,7 +281,8 @@ def _cohere(config: Any) -> Architecture:
     )
 
 
-def _cohere2(config: Any) -> Architecture:
+def cohere2(config: Any) -> Architecture:
+    """Command R in which layers without a window rotate nothing."""
     return replace(_cohere(config), no_rope=full_layers(config))
 
 
@@ -319,7 +320,7 @@ DENSE_FAMILIES: dict[str, Callable[[Any], Architecture]] = {
     "ArceeForCausalLM": _arcee,
     "Exaone4ForCausalLM": exaone4,
     "CohereForCausalLM": _cohere,
-    "Cohere2ForCausalLM": _cohere2,
+    "Cohere2ForCausalLM": cohere2,
     "ApertusForCausalLM": _apertus,
     "HunYuanDenseV1ForCausalLM": hunyuan,
 }

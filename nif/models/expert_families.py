@@ -15,7 +15,17 @@ from genbatch.nif.models.architecture import (
     Tensors,
     latent_rows,
 )
-from genbatch.nif.models.dense_families import ernie, exaone4, gemma4, granite, granite_swa, hunyuan, llama, qwen3
+from genbatch.nif.models.dense_families import (
+    cohere2,
+    ernie,
+    exaone4,
+    gemma4,
+    granite,
+    granite_swa,
+    hunyuan,
+    llama,
+    qwen3,
+)
 
 
 def _qwen3_moe(config: Any) -> Architecture:
@@ -180,6 +190,36 @@ def _ernie_moe(config: Any) -> Architecture:
     return replace(ernie(config), experts=experts, tensors=names)
 
 
+def _cohere2_moe(config: Any) -> Architecture:
+    if config.num_shared_experts and config.shared_expert_combination_strategy != "sum":
+        raise ValueError(f"shared_expert_combination_strategy is {config.shared_expert_combination_strategy}, not sum")
+    mixed = frozenset(layer for layer, kind in enumerate(config.mlp_layer_types) if kind != "dense")
+    by_sigmoid = config.expert_selection_fn == "sigmoid"
+    experts = ExpertNames(
+        config.num_experts,
+        config.num_experts_per_tok,
+        config.intermediate_size,
+        normalised=config.norm_topk_prob or not by_sigmoid,
+        layers=mixed,
+        shared=parts_of("mlp.shared_experts") if config.num_shared_experts else (),
+        shared_intermediate=config.num_shared_experts * config.intermediate_size,
+        sigmoid=by_sigmoid,
+    )
+    dense = cohere2(config)
+    # A prefix of dense layers with a pattern of 1 attends to all positions, and rotates them.
+    rotated = (
+        frozenset(range(config.num_hidden_layers)) - mixed if config.prefix_dense_sliding_window_pattern == 1 else ()
+    )
+    own_norm = config.rms_norm_eps is not None
+    return replace(
+        dense,
+        norm_eps=config.rms_norm_eps if own_norm else config.layer_norm_eps,
+        layer_norm=not own_norm,
+        no_rope=dense.no_rope.difference(rotated),
+        experts=experts,
+    )
+
+
 def _mixtral(config: Any) -> Architecture:
     experts = ExpertNames(
         config.num_local_experts,
@@ -302,4 +342,5 @@ EXPERT_FAMILIES: dict[str, Callable[[Any], Architecture]] = {
     "ExaoneMoeForCausalLM": _exaone_moe,
     "SolarOpenForCausalLM": _glm4_moe,
     "MiniMaxM2ForCausalLM": _minimax_m2,
+    "Cohere2MoeForCausalLM": _cohere2_moe,
 }

@@ -555,6 +555,24 @@ ATTENTION_CONFIGS: dict[str, tuple[Any, Any]] = {
             **without_head_dim(sizes(64, 96, 4, 2, 16)), logit_scale=0.25, use_qk_norm=True, attention_bias=True
         ),
     ),
+    "cohere2_moe": (
+        hf.Cohere2MoeForCausalLM,
+        lambda: hf.Cohere2MoeConfig(
+            **sizes(64, 32, 4, 2, 16),
+            sliding_window=WINDOW,
+            layer_types=["full_attention", "sliding_attention", "full_attention"],
+            mlp_layer_types=["dense", "sparse", "sparse"],
+            prefix_dense_sliding_window_pattern=1,
+            prefix_dense_intermediate_size=96,
+            logit_scale=0.25,
+            num_experts=6,
+            num_experts_per_tok=2,
+            num_shared_experts=1,
+            shared_expert_combination_strategy="sum",
+            expert_selection_fn="sigmoid",
+            norm_topk_prob=True,
+        ),
+    ),
     "cohere2": (
         hf.Cohere2ForCausalLM,
         lambda: hf.Cohere2Config(

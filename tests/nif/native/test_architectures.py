@@ -28,7 +28,8 @@ NAMES = [
     "seed_oss", "cwm", "helium", "arcee", "exaone4", "cohere2", "qwen3_5", "qwen3_5_moe", "qwen3_next",
     "bamba", "granite_hybrid", "granite_hybrid_dense", "gemma3n", "gemma4", "gemma4_unified", "gemma4_experts",
     "granite_moe", "granite_moe_shared", "granite_swa", "granite_moe_swa", "phimoe",
-    "lfm3", "phi", "cohere", "vault_gemma", "hyperclovax", "youtu", "dots1", "exaone_moe", "solar_open", "minimax_m2",
+    "lfm3", "phi", "cohere", "cohere2_moe", "vault_gemma", "hyperclovax", "youtu", "dots1", "exaone_moe", "solar_open",
+    "minimax_m2",
     "falcon_h1", "falcon_h1_gate_last", "falcon_h1_plain",
     "mamba2", "nemotron_h", "nemotron_h_attends_last", "lfm2_moe", "olmo_hybrid", "olmo_hybrid_rope",
 ]  # fmt: skip
@@ -211,6 +212,7 @@ FROM_FILES = [
     "lfm3",
     "exaone_moe",
     "minimax_m2",
+    "cohere2_moe",
     "dots1",
     "phi",
 ]
