@@ -207,7 +207,7 @@ def split_options(model: str, options: dict[str, Any]) -> tuple[EngineOptions, B
         if other in options:
             if name in options:
                 raise OptionError(other, f"is another name of {name}, which is given too")
-            options = {name if given == other else given: value for given, value in options.items()}
+            options = {name if option == other else option: value for option, value in options.items()}
     engine_names = {field.name for field in fields(EngineOptions)} - {"model_path"}
     batcher_names = {field.name for field in fields(BatcherOptions) if field.init}
     service_names = {field.name for field in fields(ServiceOptions)}

@@ -159,12 +159,12 @@ def token_scoring(model: str, directory: Path | None, config: Any, tokenizer: "T
     """
     named = None if directory is None else _logit_score(model, directory)
     if named is None:
-        found = [tokenizer.backend.token_to_id(word) for word in ("yes", "no")]
+        ids = [tokenizer.backend.token_to_id(word) for word in ("yes", "no")]
     else:
-        found = [named[key] for key in ("true_token_id", "false_token_id") if named.get(key) is not None]
-    tokens = tuple(token for token in found if isinstance(token, int) and 0 <= token < config.vocab_size)
-    if not tokens or len(tokens) != len(found):
-        raise ModelError(model, f"it scores by the logits of the tokens {found}, which are no tokens of its")
+        ids = [named[key] for key in ("true_token_id", "false_token_id") if named.get(key) is not None]
+    tokens = tuple(token for token in ids if isinstance(token, int) and 0 <= token < config.vocab_size)
+    if not tokens or len(tokens) != len(ids):
+        raise ModelError(model, f"it scores by the logits of the tokens {ids}, which are no tokens of its")
     settings = {} if directory is None else read_object(model, directory / "config_sentence_transformers.json")
     activation = _named_activation(model, settings, config) or SIGMOID
     return Scoring(labels=("relevance",), activation=activation, tokens=tokens, instruction=_default_prompt(settings))
@@ -205,10 +205,10 @@ def read_object(model: str, path: Path) -> dict[str, Any]:
     """Return a file's JSON object; empty if the file is missing."""
     if not path.is_file():
         return {}
-    found = read_json(model, path)
-    if not isinstance(found, dict):
+    config = read_json(model, path)
+    if not isinstance(config, dict):
         raise ModelError(model, f"{path.name} is no JSON object")
-    return found
+    return config
 
 
 def read_json(model: str, path: Path) -> Any:

@@ -83,22 +83,22 @@ class MessageSplitter:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes  # may be raised between two messages, up to MAX_TRANSPORT_BYTES
         self._walker = self._new_walker()
-        self._held = bytearray()  # of the message that is arriving
+        self._buffer = bytearray()  # of the message that is arriving
         self._end_of_last = 0  # in all that ever arrived
 
     @property
     def is_inside_message(self) -> bool:
         """Whether the beginning of a message has arrived and not its end."""
-        return bool(self._held)
+        return bool(self._buffer)
 
     @property
     def num_held(self) -> int:
         """Bytes of the unfinished message; its memory is two to three times as much."""
-        return len(self._held)
+        return len(self._buffer)
 
     def clear(self) -> None:
         """Free the memory; `feed` must not be called any more."""
-        self._held = bytearray()
+        self._buffer = bytearray()
         self._walker = self._new_walker()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
@@ -109,22 +109,22 @@ class MessageSplitter:
         """
         assert len(data) <= MAX_FEED_BYTES, "memory would not be bounded"
         self._walker.feed(data)
-        self._held += data
+        self._buffer += data
         while self._walk():
             size = self._walker.tell() - self._end_of_last
             if size > self.max_bytes:
                 break
             self._end_of_last += size
-            message = bytes(memoryview(self._held)[:size])
-            del self._held[:size]
+            message = bytes(memoryview(self._buffer)[:size])
+            del self._buffer[:size]
             if size > MAX_FEED_BYTES:  # the walker has a copy, and would keep its room for as long as it lives
                 self._walker = self._new_walker()
-                self._walker.feed(self._held)
+                self._walker.feed(self._buffer)
                 self._end_of_last = 0
             yield message
         # guard: cap on a message, msgpack-RPC
-        if len(self._held) > self.max_bytes:
-            reason = f"{len(self._held)} bytes and more in one message, {self.max_bytes} can be passed over"
+        if len(self._buffer) > self.max_bytes:
+            reason = f"{len(self._buffer)} bytes and more in one message, {self.max_bytes} can be passed over"
             raise StreamBroken(self.head(), FrameTooLarge(reason))
 
     def _new_walker(self) -> msgpack.Unpacker:
@@ -144,7 +144,7 @@ class MessageSplitter:
 
     def head(self) -> bytes:
         """Return the beginning of the message that is arriving."""
-        return bytes(memoryview(self._held)[:32])
+        return bytes(memoryview(self._buffer)[:32])
 
 
 _walker = msgspec.msgpack.Decoder(msgspec.Raw)
@@ -280,14 +280,14 @@ def to_generate_request(params: object) -> GenerateRequest:
     return request
 
 
-def to_answer(value: object, wanted: Any) -> Any:
+def to_answer(value: object, answer_type: Any) -> Any:
     """Return a service's answer as the type that belongs to the method: Result, TokenIds, ...
 
     Raises:
         MalformedMessage: it is none.
     """
     try:
-        return check_type(value, wanted)
+        return check_type(value, answer_type)
     except InvalidRequest as error:
         raise MalformedMessage(f"not the answer that was asked for: {error}") from None
 

@@ -659,7 +659,7 @@ class ShownTokens:
     def __init__(self, request: GenerateRequest, drawn: tuple[DrawnTokens, ...] = ()) -> None:
         self._request = request
         scored = request.logprobs is not None
-        self._records = {choice: TokenRecord(scored=scored, drawn=one) for choice, one in enumerate(drawn)}
+        self._records = {choice: TokenRecord(scored=scored, drawn=record) for choice, record in enumerate(drawn)}
         self._is_whole = True
 
     def __len__(self) -> int:

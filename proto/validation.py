@@ -181,9 +181,9 @@ _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 # The ranges that the sampling parameters of a request declare beside their types.
 SAMPLING_RANGES = {
-    name: found
+    name: bounds
     for name, kind in get_type_hints(GenerateRequest, include_extras=True).items()
-    for found in getattr(kind, "__metadata__", ())
+    for bounds in getattr(kind, "__metadata__", ())
 }
 
 

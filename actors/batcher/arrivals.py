@@ -191,7 +191,7 @@ class Grammars:
 
     def _compile(self, request: GenerationRequest) -> list[Constraint]:
         """Compile on the compiling thread."""
-        grammar, wanted = request.grammar, request.wanted
+        grammar, params = request.grammar, request.params
         assert grammar is not None
         if request.replied:  # the caller left while the request waited
             return []
@@ -199,7 +199,7 @@ class Grammars:
         from genbatch.nif.sampling.grammar import branches
         from genbatch.nif.sampling.grammar_compiler import GrammarError
 
-        owner, answer, kind, text = prefix_key(wanted.tenant), grammar.answer, str(grammar.kind), grammar.text
+        owner, answer, kind, text = prefix_key(params.tenant), grammar.answer, str(grammar.kind), grammar.text
         if answer is not None:
             try:  # compile the answer's schema alone first, so that an error names the field at fault
                 compiler.compile(answer.kind, answer.text, owner, 0)
@@ -207,7 +207,7 @@ class Grammars:
                 raise InvalidRequest(answer.field, str(error)) from None
             kind, text = "branches", branches(grammar.text, answer.kind, answer.text)
         try:
-            return [*compiler.compile(kind, text, owner, wanted.n)]
+            return [*compiler.compile(kind, text, owner, params.n)]
         except GrammarError as error:
             raise InvalidRequest(grammar.field, str(error)) from None
 
@@ -335,49 +335,49 @@ class PromptSharing:
 
     Args:
         intake: renders configured messages, and makes held prompts.
-        held: the held prompts.
+        held_prompts: the held prompts.
         slots: frees the slots of dropped prompts.
     """
 
-    def __init__(self, intake: Intake, held: HeldPrompts, slots: Slots) -> None:
+    def __init__(self, intake: Intake, held_prompts: HeldPrompts, slots: Slots) -> None:
         self._intake = intake
-        self._held = held
+        self._held_prompts = held_prompts
         self._slots = slots
 
     def hold_configured(self, content: str) -> HeldPrompt:
         """Hold a configured system message for good, with a slot if one is free; its tokens are not evaluated yet."""
-        held = self._intake.held_prompt(self._intake.system_prompt(content), b"")
-        held.pinned = True
-        self._held.hold(held)
-        return held
+        prompt = self._intake.held_prompt(self._intake.system_prompt(content), b"")
+        prompt.pinned = True
+        self._held_prompts.hold(prompt)
+        return prompt
 
     def share(self, request: Request, *, context_is_free: bool) -> None:
         """Let the request share a held prompt; hold its first message when another request had the same one."""
         first = request.sequences[0]
         if first.scores_prompt or not request.prompt_tokens:
             return
-        held = self._held.find(request.prompt_tokens, first.cache_key, first.adapter)
-        if held is None:
+        prompt = self._held_prompts.find(request.prompt_tokens, first.cache_key, first.adapter)
+        if prompt is None:
             prefix = request.first_message
             # A template may render a conversation differently. At least one token must remain to be evaluated.
             shares = len(prefix) < len(request.prompt_tokens) and request.prompt_tokens[: len(prefix)] == prefix
-            if shares and self._held.notice(prefix, first.cache_key):
+            if shares and self._held_prompts.notice(prefix, first.cache_key):
                 noticed = self._intake.held_prompt(prefix, first.cache_key, first.adapter)
                 noticed.noticed_by = request
-                held = self._hold(noticed, context_is_free)
-        if held is not None:
-            first.donor = held
-            first.num_shared = len(held.tokens)
+                prompt = self._hold(noticed, context_is_free)
+        if prompt is not None:
+            first.donor = prompt
+            first.num_shared = len(prompt.tokens)
 
-    def _hold(self, held: HeldPrompt, context_is_free: bool) -> HeldPrompt | None:
-        if self._held.hold(held):
-            return held
-        oldest = self._held.least_recent()
+    def _hold(self, prompt: HeldPrompt, context_is_free: bool) -> HeldPrompt | None:
+        if self._held_prompts.hold(prompt):
+            return prompt
+        oldest = self._held_prompts.least_recent()
         if oldest is None or not context_is_free:
             return None
         self._slots.drop_held(oldest)
-        self._held.hold(held)
-        return held
+        self._held_prompts.hold(prompt)
+        return prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -449,22 +449,22 @@ class Arrivals:
         return None
 
     def _generation(self, message: Generate, from_: "From[Any]") -> GenerationRequest:
-        wanted, intake = message.request, self._intake
+        params, intake = message.request, self._intake
         intake.check(message)
-        adapter = intake.adapter(wanted.model)
-        intake.check_beams(message.beam_width, wanted)
-        grammar = intake.grammar(wanted)
-        account = charged_account(message.client, wanted.tenant)
-        limits = self._limits(wanted.deadline_s, message.client)
+        adapter = intake.adapter(params.model)
+        intake.check_beams(message.beam_width, params)
+        grammar = intake.grammar(params)
+        account = charged_account(message.client, params.tenant)
+        limits = self._limits(params.deadline_s, message.client)
         if message.is_admitted:
             limits = limits_of_rest(limits, message.drawn)
         else:
-            self._admit(message.client, account, wanted.n, limits, embeds=False)
+            self._admit(message.client, account, params.n, limits, embeds=False)
         request = GenerationRequest(
             **self._common(message, from_, limits),
-            wanted=wanted,
-            width=wanted.n,
-            payer=wanted.payer,
+            params=params,
+            width=params.n,
+            payer=params.payer,
             on_token=message.on_token,
             shows=message.shows,
             drawn=message.drawn,
@@ -474,8 +474,8 @@ class Arrivals:
             grammar=grammar,
             adapter=adapter,
         )
-        start, read = partial(intake.start_prompt, wanted), partial(intake.read, wanted)
-        request.read_job = ReadJob(start, read, intake.size(wanted), request.account)
+        start, read = partial(intake.start_prompt, params), partial(intake.read, params)
+        request.read_job = ReadJob(start, read, intake.size(params), request.account)
         request.begin_waiting = partial(self._begin_generation, request, message.is_admitted)
         self._add(request)
         self._flight.arrived(request, message)
@@ -492,7 +492,7 @@ class Arrivals:
     ) -> None:
         self._flight.encoded(request, prompt)
         self._intake.start(request, prompt.unwrap())
-        ttl_s = request.wanted.cache_ttl_s
+        ttl_s = request.params.cache_ttl_s
         if ttl_s is not None:
             self._kv.keep(request.prompt_tokens, request.sequences[0].cache_key, ttl_s)
         restore(request, is_admitted=is_admitted)
@@ -500,17 +500,17 @@ class Arrivals:
             self._grammars.watch(request.sequences)
 
     def _texts(self, message: Embed, from_: "From[Any]") -> TextsRequest[Any]:
-        wanted, intake = message.request, self._intake.of_texts[type(message.request)]
-        if self._intake.adapter(wanted.model) is not None:
+        params, intake = message.request, self._intake.of_texts[type(message.request)]
+        if self._intake.adapter(params.model) is not None:
             raise InvalidRequest("model", f"an adapter changes what is generated; {intake.noun} are the model's own")
-        width = intake.check(wanted, is_validated=message.is_validated)
-        account = charged_account(message.client, wanted.tenant, embeds=True)
-        limits = self._limits(wanted.deadline_s, message.client)
+        width = intake.check(params, is_validated=message.is_validated)
+        account = charged_account(message.client, params.tenant, embeds=True)
+        limits = self._limits(params.deadline_s, message.client)
         self._admit(message.client, account, width, limits, embeds=True)
         # A single text has no time limit of its own: the operator's limit on answers concerns generated text.
         limits = replace(limits, answer_s=None)
-        request = intake.request_type(**self._common(message, from_, limits), wanted=wanted, width=width)
-        request.read_job = without_template(partial(intake.read, wanted), intake.size(wanted), request.account)
+        request = intake.request_type(**self._common(message, from_, limits), params=params, width=width)
+        request.read_job = without_template(partial(intake.read, params), intake.size(params), request.account)
         request.begin_waiting = lambda texts: intake.start(request, texts.unwrap(), self._intake.longest)
         self._add(request)
         self._flight.close(f"{request.kind} were asked for, and a record has none")

@@ -172,7 +172,7 @@ class Batcher(BatcherParts):
             self._is_telling = message.has_first_tokens
             if not self._is_telling:
                 self._stepped()
-        elif self.adapters.can_settle():
+        elif self.adapters.unloading and self.adapters.can_settle():
             self.stepper.hurry()
 
     def _caller_left(self, message: Down) -> None:
@@ -391,9 +391,9 @@ class Batcher(BatcherParts):
             return
         if not self.requests:
             kv = self.ctx.kv
-            held = kv.held_only_by([held.seq_id for held in self.held if held.seq_id is not None])
-            used = tuple(kv.counts(group).used for group in range(len(held)))
-            assert used == held, f"{used} blocks are used with nobody there, held prompts have {held}"
+            blocks = kv.held_only_by([prompt.seq_id for prompt in self.held_prompts if prompt.seq_id is not None])
+            used = tuple(kv.counts(group).used for group in range(len(blocks)))
+            assert used == blocks, f"{used} blocks are used without a request, held prompts have {blocks}"
         self._await_deadline()
 
     def _await_deadline(self) -> None:

@@ -177,7 +177,7 @@ class SessionCalls:
 
     Args:
         ctx: the context that holds the sequences.
-        held: stores loaded conversations, and lends its slots to a call while it runs.
+        held_prompts: stores loaded conversations, and lends its slots to a call while it runs.
         texts: tokenizes conversations; its intake knows the adapters.
         send: delivers SessionRead and SessionFileRead to the actor that owns this object.
         files: the operator's folder; None if there is none.
@@ -187,14 +187,14 @@ class SessionCalls:
     def __init__(
         self,
         ctx: Context,
-        held: HeldPrompts,
+        held_prompts: HeldPrompts,
         texts: TextCalls,
         send: Callable[[SessionRead | SessionFileRead], None],
         files: SessionFiles | None,
         open_worker: Callable[[str], Worker],
     ) -> None:
         self._ctx = ctx
-        self._held = held
+        self._held_prompts = held_prompts
         self._texts = texts
         self._intake = texts.intake
         self._send = send
@@ -338,7 +338,7 @@ class SessionCalls:
     def _saving(self, message: SaveSession, prompt: "outcome.Outcome[list[int]]") -> tuple[Work, End]:
         adapter, key = self._owner(message)
         tokens = prompt.unwrap()[: self._ctx.max_positions]
-        donor = self._held.find(tokens, key, adapter)
+        donor = self._held_prompts.find(tokens, key, adapter)
         slot = self._slot(donor)
         ctx = self._ctx
 
@@ -351,7 +351,7 @@ class SessionCalls:
 
         def end(_: "outcome.Outcome[Any]") -> None:
             ctx.seq_rm(slot)
-            self._held.return_slot(slot)
+            self._held_prompts.return_slot(slot)
 
         return save, end
 
@@ -373,11 +373,11 @@ class SessionCalls:
         def end(result: "outcome.Outcome[Any]") -> None:
             if isinstance(result, outcome.Error):
                 ctx.seq_rm(slot)
-                self._held.return_slot(slot)
+                self._held_prompts.return_slot(slot)
                 return
-            held = self._intake.held_prompt(list(ctx.kv.tokens(slot)), key, adapter)
-            self._held.adopt(held, slot)
-            self._held.used(held)
+            prompt = self._intake.held_prompt(list(ctx.kv.tokens(slot)), key, adapter)
+            self._held_prompts.adopt(prompt, slot)
+            self._held_prompts.used(prompt)
 
         return load, end
 
@@ -392,18 +392,18 @@ class SessionCalls:
         Raises:
             Unavailable: every slot holds a prompt that must stay.
         """
-        slot = self._held.take_slot()
+        slot = self._held_prompts.take_slot()
         if slot is None and self._drop_oldest(needed):
-            slot = self._held.take_slot()
+            slot = self._held_prompts.take_slot()
         if slot is None:
             raise Unavailable("no sequence is free to hold the session")
         return slot
 
     def _drop_oldest(self, needed: HeldPrompt | None = None) -> bool:
         """Drop the least recently used prompt besides `needed`; returns whether there was one."""
-        oldest = self._held.least_recent(besides=needed)
+        oldest = self._held_prompts.least_recent(besides=needed)
         if oldest is not None:
-            self._ctx.seq_rm(self._held.drop(oldest))
+            self._ctx.seq_rm(self._held_prompts.drop(oldest))
         return oldest is not None
 
 
@@ -550,8 +550,8 @@ class AdapterCalls:
         for name, going in list(self.unloading.items()):
             if self._with(going.adapter):
                 continue
-            for held in [held for held in self.state.held if held.adapter is going.adapter]:
-                self.state.slots.drop_held(held)
+            for prompt in [prompt for prompt in self.state.held_prompts if prompt.adapter is going.adapter]:
+                self.state.slots.drop_held(prompt)
                 let_go = True
             self.state.ctx.drop_adapter(going.adapter)
             going.timer.cancel()

@@ -1,7 +1,7 @@
 """Embeddings and scores: evaluate a request's texts in slots, and pool their states into vectors or scores.
 
-    width = intake.check(wanted)                          # texts that run at a time
-    intake.start(request, intake.read(wanted), longest)   # its texts are tokenized
+    width = intake.check(params)                          # texts that run at a time
+    intake.start(request, intake.read(params), longest)   # its texts are tokenized
     sequence = request.next_sequence(now)                 # the next text that waits for a slot
 
 A text is a sequence that draws no token: it ends with its last prompt token. A request may have thousands of texts.
@@ -93,14 +93,14 @@ class TextsRequest(Request, Generic[Asked]):
     """A request for one vector per text.
 
     Args:
-        wanted: the validated message.
+        params: the validated message.
     """
 
     early: ClassVar[str] = "all texts were read"
     counts_answers: ClassVar[bool] = False
     embeds: ClassVar[bool] = True
 
-    wanted: Asked
+    params: Asked
     num_tokens: int = 0  # of all texts, once they are tokenized
     vectors: list[bytes] = field(default_factory=list)
     num_left: int = 0  # texts without a vector
@@ -162,7 +162,7 @@ class EmbeddingRequest(TextsRequest[EmbedRequest]):
         return "embeddings"
 
     def vector(self, text: PooledText) -> npt.NDArray[np.float32]:
-        return text.vector(self.wanted.dimensions)
+        return text.vector(self.params.dimensions)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -285,7 +285,7 @@ class TextIntake(Generic[Asked]):
         if room < len(longest_text):
             place = texts.index(longest_text)
             limit = f"has {len(longest_text)} tokens, the KV cache has room for {max(0, room)} of one text"
-            raise PromptTooLong(limit, field=self.field(request.wanted, place))
+            raise PromptTooLong(limit, field=self.field(request.params, place))
         ageing_s = self._options.priority_ageing_s
         key = prefix_key(request.tenant)
 
@@ -296,8 +296,8 @@ class TextIntake(Generic[Asked]):
                 arrival=number,
                 num_prompt_tokens=len(tokens),
                 max_new_tokens=0,
-                priority=request.wanted.priority,
-                turn=now + request.wanted.priority * ageing_s,
+                priority=request.params.priority,
+                turn=now + request.params.priority * ageing_s,
                 account=request.account if self._options.fair_share else "",
                 tokens=tokens,
                 request=request,
@@ -339,7 +339,7 @@ class EmbedIntake(TextIntake[EmbedRequest]):
     def read(self, request: EmbedRequest) -> list[list[int]]:
         pooling, encode = self._model.pooling, self._model.tokenizer.encode
         assert pooling is not None
-        found = []
+        tokenized = []
         for place, text in enumerate(request.texts):
             tokens = encode(pooling.text(text)) if isinstance(text, str) else text
             if not tokens:
@@ -347,8 +347,8 @@ class EmbedIntake(TextIntake[EmbedRequest]):
             if len(tokens) > self.max_tokens:
                 limit = f"has {len(tokens)} tokens, {self._model.name} reads {self.max_tokens} of a text"
                 raise PromptTooLong(limit, field=self.field(request, place))
-            found.append(tokens)
-        return found
+            tokenized.append(tokens)
+        return tokenized
 
     def field(self, request: EmbedRequest, place: int) -> str:
         return "input" if request.texts[0] == request.input else f"input[{place}]"
@@ -372,7 +372,7 @@ class ScoringRequest(TextsRequest[ScoreRequest]):
         return "scores"
 
     def vector(self, text: PooledText) -> npt.NDArray[np.float32]:
-        return text.vector(activates=not self.wanted.raw_scores)
+        return text.vector(activates=not self.params.raw_scores)
 
 
 class ScoreIntake(TextIntake[ScoreRequest]):
@@ -399,7 +399,7 @@ class ScoreIntake(TextIntake[ScoreRequest]):
     def read(self, request: ScoreRequest) -> list[list[int]]:
         pairs = self._model.pairs
         assert pairs is not None
-        found = []
+        tokenized = []
         for place, (query, document) in enumerate(request.pairs):
             if request.max_document_tokens is not None:
                 document = pairs.beginning(document, request.max_document_tokens)
@@ -411,8 +411,8 @@ class ScoreIntake(TextIntake[ScoreRequest]):
             if len(tokens) > self.max_tokens:
                 limit = f"has {len(tokens)} tokens with its query, {self._model.name} reads {self.max_tokens} of a text"
                 raise PromptTooLong(limit, field=self.field(request, place))
-            found.append(tokens)
-        return found
+            tokenized.append(tokens)
+        return tokenized
 
     def field(self, request: ScoreRequest, place: int) -> str:
         return f"documents[{place}]"

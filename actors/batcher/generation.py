@@ -44,14 +44,14 @@ from genbatch.proto.validation import Grammar
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
+class Parsed:
     """Output beside the text that became final: thinking, and pieces of tool calls."""
 
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
-_NOTHING = Apart()
+_NOTHING = Parsed()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class Output:
     """
 
     __slots__ = ("_calls", "_detokenizer", "_num_reasoning", "_prompt_tokens", "_reader", "_reasoning", "_rules",
-                 "_stop", "_tokenizer", "apart", "finish_reason", "logprobs", "text_parts", "token_ids")  # fmt: skip
+                 "_stop", "_tokenizer", "finish_reason", "logprobs", "parsed", "text_parts", "token_ids")  # fmt: skip
 
     def __init__(self, tokenizer: Tokenizer, prompt_tokens: ListOf[int], rules: OutputRules) -> None:
         self._tokenizer = tokenizer
@@ -120,7 +120,7 @@ class Output:
         self._num_reasoning = 0  # tokens up to the end of the thinking
         self._calls: list[list[str]] = []  # id, name and the pieces of the arguments
         self._stop = StopMatcher(rules.stop, keep=rules.keep_stop)
-        self.apart = _NOTHING  # parsed output of the last token
+        self.parsed = _NOTHING  # parsed output of the last token
         self.token_ids: list[int] = []
         self.text_parts: list[str] = []
         self.logprobs: list[TokenLogprob] = []
@@ -169,16 +169,16 @@ class Output:
         return self._stop.push(text, may_end=len(self.token_ids) >= self._rules.min_tokens)
 
     def _take_apart(self, reader: Reader, piece: str) -> str:
-        """Return the text in a piece; `apart` gets the rest of the piece."""
-        found = [reader.push(piece)]
+        """Return the text in a piece; `parsed` gets the rest of the piece."""
+        parts = [reader.push(piece)]
         if self.finish_reason is not None:
-            found.append(reader.finish())
-        self._keep(found)
-        return "".join(parts.text for parts in found)
+            parts.append(reader.finish())
+        self._keep(parts)
+        return "".join(part.text for part in parts)
 
-    def _keep(self, found: ListOf[Parts]) -> None:
-        reasoning = "".join(parts.reasoning for parts in found)
-        pieces = [piece for parts in found for piece in parts.calls]
+    def _keep(self, parts: ListOf[Parts]) -> None:
+        reasoning = "".join(part.reasoning for part in parts)
+        pieces = [piece for part in parts for piece in part.calls]
         reading = self._rules.reading
         if reading is not None and not reading.several and any(piece.index for piece in pieces):
             pieces = [piece for piece in pieces if not piece.index]
@@ -190,13 +190,13 @@ class Output:
             if piece.id is not None:
                 self._calls.append([piece.id, piece.name or ""])
             self._calls[piece.index].append(piece.arguments)
-        self.apart = _NOTHING
+        self.parsed = _NOTHING
         if reasoning or pieces:
             deltas = tuple(
                 ToolCallDelta(index=piece.index, id=piece.id, name=piece.name, arguments=piece.arguments)
                 for piece in pieces
             )
-            self.apart = Apart(reasoning, deltas)
+            self.parsed = Parsed(reasoning, deltas)
 
     def _flush(self) -> str:
         """Return the text held back so far; the end may show that it contains a complete stop string."""
@@ -218,9 +218,9 @@ class Output:
         if self.finish_reason is None and not only_shown:
             rest = self._flush() if self.token_ids else self._rules.echo
             if self._reader is not None:
-                found = [self._reader.push(rest), self._reader.finish()]
-                self._keep(found)
-                rest = "".join(parts.text for parts in found)
+                parts = [self._reader.push(rest), self._reader.finish()]
+                self._keep(parts)
+                rest = "".join(part.text for part in parts)
             self.text_parts.append(rest)
         reason = self.finish_reason or finish_reason
         return Choice(
@@ -232,7 +232,7 @@ class Output:
                 ToolCall(id=call_id, name=name, arguments="".join(pieces)) for call_id, name, *pieces in self._calls
             ),
             logprobs=self.logprobs if self._rules.wants_logprobs else None,
-            stop_string=self._stop.found,
+            stop_string=self._stop.stop_string,
             reasoning_tokens=self._num_reasoning,
         )
 
@@ -242,13 +242,13 @@ class GenerationRequest(Request):
     """A request for text.
 
     Args:
-        wanted: the validated message.
+        params: the validated message.
         on_token: called once per token, must not block; None for a request without a stream.
         shows, drawn, keep, beam_width: see Generate.
         grammar: the grammar that its answers must match.
     """
 
-    wanted: GenerateRequest
+    params: GenerateRequest
     on_token: Callable[[Token], None] | None = None
     shows: bool = True
     drawn: tuple[DrawnTokens, ...] = ()
@@ -262,7 +262,7 @@ class GenerationRequest(Request):
 
     @property
     def kind(self) -> str:
-        return "text_completion" if self.wanted.messages is None else "chat"
+        return "text_completion" if self.params.messages is None else "chat"
 
     @property
     def generations(self) -> "list[Generation]":
@@ -272,7 +272,7 @@ class GenerationRequest(Request):
     @property
     def scores_prompt(self) -> bool:
         """True if logits are read at every token of the prompt."""
-        return self.wanted.scores_prompt or self.keep.context
+        return self.params.scores_prompt or self.keep.context
 
     @property
     def has_answer(self) -> bool:
@@ -289,7 +289,7 @@ class GenerationRequest(Request):
             **msgspec.structs.asdict(choices[0]),
             usage=usage,
             prompt_logprobs=self.prompt_logprobs,
-            prompt_token_ids=list(self.prompt_tokens) if self.wanted.return_prompt_token_ids else None,
+            prompt_token_ids=list(self.prompt_tokens) if self.params.return_prompt_token_ids else None,
             several=choices if len(choices) > 1 else (),
         )
 
@@ -358,7 +358,7 @@ class Generation(Sequence):
 
     def _prompt_logprobs(self, entry: Entry, rows: Rows) -> list[TokenLogprob]:
         """Return log-probs of the prompt tokens that follow this chunk's tokens; rows are the chunk's logits."""
-        num_top = self.request.wanted.prompt_logprobs
+        num_top = self.request.params.prompt_logprobs
         if entry.logits is not Logits.ALL or num_top is None:
             return []
         following = self.tokens[entry.n_past + 1 : min(entry.n_past + len(entry.tokens) + 1, self.num_prompt_tokens)]
@@ -402,7 +402,7 @@ class Generation(Sequence):
 
     def _take(self, drawn: Sampled, books: Books) -> None:
         request = self.request
-        if request.wanted.max_tokens == 0:  # only the prompt was requested
+        if request.params.max_tokens == 0:  # only the prompt was requested
             self.output.end()
             books.finish(self, "length")
             return
@@ -425,7 +425,7 @@ class Generation(Sequence):
 
     def _show(self, on_token: Callable[[Token], None], drawn: Sampled, text: str, index: int, books: Books) -> bool:
         """Call the caller's `on_token` with a token; return False if it raised."""
-        apart = self.output.apart
+        parsed = self.output.parsed
         token = Token(
             text=text,
             token_id=drawn.token_id,
@@ -433,8 +433,8 @@ class Generation(Sequence):
             logprob=drawn.logprob,
             choice=self.choice,
             top=dict(drawn.top),
-            reasoning=apart.reasoning,
-            tool_calls=apart.tool_calls,
+            reasoning=parsed.reasoning,
+            tool_calls=parsed.tool_calls,
         )
         try:
             on_token(token)

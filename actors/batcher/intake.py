@@ -124,23 +124,23 @@ class Intake:
 
     def check(self, message: Generate) -> None:
         """Raise InvalidRequest for a fault that is visible without tokenizing."""
-        wanted = message.request
+        params = message.request
         if not self._model.generates:
             raise InvalidRequest("model", f"{self._model.name} {NO_TEXT}")
         if not message.is_validated:
             validate_generate(message, self._options.limits)
-        if wanted.priority and not self._options.priority_ageing_s:
+        if params.priority and not self._options.priority_ageing_s:
             raise InvalidRequest("priority", "this service serves everyone alike (priority_ageing_s is 0)")
-        self._check_length(wanted)
-        self._check_tokens(wanted.token_ids or ())
+        self._check_length(params)
+        self._check_tokens(params.token_ids or ())
         for choice, drawn in enumerate(message.drawn):
             for index, token_id in enumerate(drawn.token_ids):
                 self._check_token(token_id, f"drawn[{choice}].token_ids[{index}]")
-        for index, token_id in enumerate(wanted.stop_token_ids):
+        for index, token_id in enumerate(params.stop_token_ids):
             self._check_token(token_id, f"stop_token_ids[{index}]")
-        for index, token_id in enumerate(wanted.allowed_token_ids or ()):
+        for index, token_id in enumerate(params.allowed_token_ids or ()):
             self._check_token(token_id, f"allowed_token_ids[{index}]")
-        for token_id in wanted.logit_bias or ():
+        for token_id in params.logit_bias or ():
             self._check_token(token_id, f"logit_bias[{token_id}]")
 
     def adapter(self, name: str | None) -> LoraAdapter | None:
@@ -470,7 +470,7 @@ class Intake:
         Raises:
             PromptTooLong: no token fits after the prompt.
         """
-        wanted, num_prompt = request.wanted, len(request.prompt_tokens)
+        params, num_prompt = request.params, len(request.prompt_tokens)
         longest = self.longest(
             request.prompt_tokens,
             request.beam_width,
@@ -485,10 +485,10 @@ class Intake:
         if room < 1:
             raise PromptTooLong(
                 f"the prompt has {num_prompt} tokens, {holds} including at least one to generate",
-                field=_prompt_field(wanted),
+                field=_prompt_field(params),
             )
         # guard: the answer fits
-        return room if wanted.max_tokens is None else min(wanted.max_tokens, room)
+        return room if params.max_tokens is None else min(params.max_tokens, room)
 
     def start(self, request: GenerationRequest, prompt: Prompt) -> None:
         """Give a request its prompt and its sequences.
@@ -497,54 +497,54 @@ class Intake:
             PromptTooLong: there is no room for a token after the prompt.
         """
         request.prompt_tokens, request.first_message, request.echo = prompt.tokens, prompt.first_message, prompt.echo
-        if request.wanted.scores_prompt:
+        if request.params.scores_prompt:
             request.prompt_logprobs = [None]  # no logits precede the first token
         request.sequences = [*self.sequences(request, self.max_tokens(request))]
 
     def sequences(self, request: GenerationRequest, max_tokens: int) -> list[Generation]:
         """Return the request's `n` sequences; those after the first share the first one's prompt."""
-        wanted = request.wanted
-        stop_ids = frozenset(wanted.stop_token_ids)
-        if not wanted.ignore_eos:
+        params = request.params
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
             stop_ids |= self._model.eos_token_ids
-        seed = secrets.randbelow(MAX_SEED) if wanted.seed is None else wanted.seed
+        seed = secrets.randbelow(MAX_SEED) if params.seed is None else params.seed
         rules = OutputRules(
-            stop=wanted.stop,
+            stop=params.stop,
             stop_ids=stop_ids,
             max_tokens=max_tokens,
-            min_tokens=wanted.min_tokens,
+            min_tokens=params.min_tokens,
             echo=request.echo,
-            wants_logprobs=wanted.logprobs is not None,
-            keep_stop=wanted.keep_stop,
-            shown=frozenset() if wanted.skip_special_tokens else self._tokenizer.special_ids,
-            reading=self.reading(wanted, request.prompt_tokens),
+            wants_logprobs=params.logprobs is not None,
+            keep_stop=params.keep_stop,
+            shown=frozenset() if params.skip_special_tokens else self._tokenizer.special_ids,
+            reading=self.reading(params, request.prompt_tokens),
         )
-        if request.constraints and self._free_thinking(wanted) and self._thinking.opens(request.prompt_tokens):
+        if request.constraints and self._free_thinking(params) and self._thinking.opens(request.prompt_tokens):
             for constraint in request.constraints:  # the constraint begins where the answer begins
                 for token_id in self._thinking.opening():
                     constraint.accept(token_id)
         digest = "" if request.adapter is None else request.adapter.digest
         sequences: list[Generation] = []
-        for choice in range(wanted.n):
+        for choice in range(params.n):
             request_id = next(self._ids)
-            params = self._sampling(request, (seed + choice) % MAX_SEED, stop_ids)
+            sampling = self._sampling(request, (seed + choice) % MAX_SEED, stop_ids)
             make: Callable[..., Generation] = Generation
             if request.beam_width > 1:
                 search = BeamSearch(request.beam_width, stop_ids, max_tokens)
-                sampler = SamplerState(replace(params, logprobs=search.num_candidates), ())
+                sampler = SamplerState(replace(sampling, logprobs=search.num_candidates), ())
                 make = partial(BeamGeneration, search=search, width=request.beam_width)
             else:
-                own = self._token_rules(wanted, request.constraints[choice] if request.constraints else None)
-                answer_constraint = self._thinking.constraint(wanted, request.prompt_tokens, max_tokens, own)
-                sampler = SamplerState(params, request.prompt_tokens, answer_constraint)
+                own = self._token_rules(params, request.constraints[choice] if request.constraints else None)
+                answer_constraint = self._thinking.constraint(params, request.prompt_tokens, max_tokens, own)
+                sampler = SamplerState(sampling, request.prompt_tokens, answer_constraint)
             sequence = make(
                 request_id=request_id,
                 arrival=request_id,
                 num_prompt_tokens=len(request.prompt_tokens),
                 max_new_tokens=max(max_tokens, 1),  # with max_tokens 0, one token is drawn with the prompt and dropped
-                priority=wanted.priority,
+                priority=params.priority,
                 # guard: ageing
-                turn=request.accepted_at + wanted.priority * self._options.priority_ageing_s,
+                turn=request.accepted_at + params.priority * self._options.priority_ageing_s,
                 account=request.account if self._options.fair_share else "",
                 tokens=list(request.prompt_tokens),
                 request=request,
@@ -552,7 +552,7 @@ class Intake:
                 adapter=request.adapter,
                 # guard: tenant in the key
                 # guard: adapter in the key
-                cache_key=prefix_key(wanted.tenant, digest),
+                cache_key=prefix_key(params.tenant, digest),
                 scores_prompt=request.scores_prompt and choice == 0,
                 output=Output(self._tokenizer.backend, request.prompt_tokens, rules),
                 sampler=sampler,
@@ -582,12 +582,12 @@ class Intake:
         return request.prompt or "" if is_whole else self._tokenizer.decode(tokens)
 
     def _sampling(self, request: GenerationRequest, seed: int, stop_ids: frozenset[int]) -> SamplingParams:
-        wanted = request.wanted
+        params = request.params
         # A beam search draws nothing: it ranks by the model's own log-probabilities.
         own = {} if request.beam_width > 1 else self._model.sampling
         drawn = {}
         for name, default in SAMPLING_DEFAULTS.items():
-            value = getattr(wanted, name)
+            value = getattr(params, name)
             if value is None:
                 value = own.get(name, default)
             drawn[name] = value if default is None else type(default)(value)

@@ -459,13 +459,13 @@ class BatchState:
 
     Args:
         ctx: the context, which evaluates.
-        held, swap: the held prompts in the context, and the KV swapped out of it.
+        held_prompts, swap: the held prompts in the context, and the KV swapped out of it.
         slots, requests: the running sequences, and the requests without a reply.
         journal, watch, flight: the observers.
     """
 
     ctx: Context
-    held: HeldPrompts
+    held_prompts: HeldPrompts
     swap: Swap
     slots: Slots
     requests: OpenRequests

@@ -133,13 +133,13 @@ class BatcherParts(GenServer):
         files = None
         if self.options.session_dir is not None:
             files = SessionFiles(written_path(self.options.session_dir), int(self.options.session_space * 2**30))
-        self.sessions = SessionCalls(self.ctx, self.held, self._texts, self._send, files, self._open_worker)
+        self.sessions = SessionCalls(self.ctx, self.held_prompts, self._texts, self._send, files, self._open_worker)
         self.disk = DiskBlocks(self.ctx, self.requests, self._open_worker, self._send, self.send_after)
         self.adapters = AdapterCalls(state, self._open_worker, self._send, self.send_after, self._adapters_changed)
-        view = KVView(self.ctx.kv, self.held, self.options.scheduling.limits(self.ctx.kv.block_size))
+        view = KVView(self.ctx.kv, self.held_prompts, self.options.scheduling.limits(self.ctx.kv.block_size))
         self.intake.longest = view.longest
-        self.planner = Planner(self.options, self.ctx.kv, view, self.slots, self.held, self.times)
-        self.sharing = PromptSharing(self.intake, self.held, self.slots)
+        self.planner = Planner(self.options, self.ctx.kv, view, self.slots, self.held_prompts, self.times)
+        self.sharing = PromptSharing(self.intake, self.held_prompts, self.slots)
         self.arrivals = self.arrivals_type(state, self.options, self.intake, self.grammars, self._reader, self)
         self.commit = StepCommit(state)
         self.stepper = Stepper(
@@ -148,14 +148,14 @@ class BatcherParts(GenServer):
         await self._rehearse()
         self._flight.begin(self.ctx, [self.intake.system_prompt(content) for content in self.options.system_prompts])
         for content in self.options.system_prompts:
-            held = self.sharing.hold_configured(content)
-            if held.seq_id is not None:
+            prompt = self.sharing.hold_configured(content)
+            if prompt.seq_id is not None:
                 try:
-                    await self._worker.run(self.ctx.prefill, held.tokens, held.seq_id, 0)
+                    await self._worker.run(self.ctx.prefill, prompt.tokens, prompt.seq_id, 0)
                 except OutOfBlocks as error:
-                    reason = f"{content!r:.60} has {len(held.tokens)} tokens, for which the KV cache has no room"
+                    reason = f"{content!r:.60} has {len(prompt.tokens)} tokens, for which the KV cache has no room"
                     raise OptionError("system_prompts", reason) from error
-            held.num_computed = len(held.tokens)
+            prompt.num_computed = len(prompt.tokens)
 
     async def _rehearse(self) -> None:
         """Tokenize a conversation and run a few steps at the same time, without a request.
@@ -214,12 +214,12 @@ class BatcherParts(GenServer):
     def _open_state(self, n_parallel: int, now: Callable[[], float]) -> BatchState:
         fair = FairShare()
         in_turn = fair if self.options.fair_share else None
-        self.held = HeldPrompts(range(n_parallel, self.ctx.num_sequences), self.ctx.kv.block_size, now)
-        self.slots = Slots(self.ctx, self.held, self.swap, in_turn, n_parallel, self.journal)
+        self.held_prompts = HeldPrompts(range(n_parallel, self.ctx.num_sequences), self.ctx.kv.block_size, now)
+        self.slots = Slots(self.ctx, self.held_prompts, self.swap, in_turn, n_parallel, self.journal)
         self.requests = OpenRequests(self.slots, fair, self.journal, self.send_after, now)
         self._state = BatchState(
             ctx=self.ctx,
-            held=self.held,
+            held_prompts=self.held_prompts,
             swap=self.swap,
             slots=self.slots,
             requests=self.requests,
@@ -282,7 +282,7 @@ def model_cards(ctx: Context, n_parallel: int) -> tuple[ModelCard, ...]:
         thinks=model.generates and Thinking(model).takes_effort,
     )
     adapted = msgspec.structs.replace(card, parent=card.id, embedding_size=None, labels=())
-    return card, *(msgspec.structs.replace(adapted, id=one.name) for one in ctx.adapters.serving())
+    return card, *(msgspec.structs.replace(adapted, id=adapter.name) for adapter in ctx.adapters.serving())
 
 
 # The most slots in a report; more do not fit on a screen.
@@ -303,7 +303,7 @@ def stats_report(state: BatchState, now: float) -> dict[str, Any]:
         "requests_waiting": len(slots.pending),
         "n_parallel": slots.n_parallel,
         "slots": [_slot(seq_id, sequence, now) for seq_id, sequence in sorted(running)],
-        "held_prompts": len(state.held),
+        "held_prompts": len(state.held_prompts),
         "prefix_cache_queries": cache.num_query_tokens if cache else 0,
         "prefix_cache_hits": cache.num_hit_tokens if cache else 0,
         "prefix_kept_blocks": kv.num_kept,

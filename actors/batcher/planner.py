@@ -43,13 +43,13 @@ class KVView:
 
     Args:
         kv: the KV cache's accounting.
-        held: prompts that hold blocks independently of requests.
+        held_prompts: prompts that hold blocks independently of requests.
         limits: the budgets of a step.
     """
 
-    def __init__(self, kv: KVCache, held: HeldPrompts, limits: StepLimits) -> None:
+    def __init__(self, kv: KVCache, held_prompts: HeldPrompts, limits: StepLimits) -> None:
         self._kv = kv
-        self._held = held
+        self._held_prompts = held_prompts
         self._limits = limits
         self._beginnings: dict[int, Beginning] = {}  # by request id; for waiting sequences
         self._idle: list[int] = []  # slots of droppable held prompts
@@ -90,7 +90,7 @@ class KVView:
 
     def get_max_resource_count(self) -> Blocks:
         """Return the blocks that requests may hold in all; configured prompts never give their blocks back."""
-        pinned = [held.seq_id for held in self._held if held.pinned and held.seq_id is not None]
+        pinned = [prompt.seq_id for prompt in self._held_prompts if prompt.pinned and prompt.seq_id is not None]
         available = self._all
         for seq_id in pinned:
             available = available - Blocks(self._kv.blocks_held(seq_id))
@@ -129,22 +129,22 @@ class KVView:
             needed = needed + Blocks(kv.still_to_take(seq_id, length, chunk))
         return needed
 
-    def has_room(self, held: HeldPrompt, running: Iterable[Slotted], donor_ids: Set[int], *, forever: bool) -> bool:
+    def has_room(self, prompt: HeldPrompt, running: Iterable[Slotted], donor_ids: Set[int], *, forever: bool) -> bool:
         """Return whether a prompt to hold can be evaluated without a pause of another sequence.
 
         Args:
-            held: a prompt with a slot and without blocks.
+            prompt: has a slot and no blocks.
             running: the units that have begun.
             donor_ids: ids of the held prompts that waiting sequences need; other held prompts are dropped for it.
             forever: reserve room for the full length of the running units; else only for their contexts.
         """
         if forever:
             needs = [self.get_needed_resource_to_completion(unit) for unit in running]
-            room, needed = self.get_max_resource_count(), self.get_needed_resource_to_completion(held)
+            room, needed = self.get_max_resource_count(), self.get_needed_resource_to_completion(prompt)
         else:
             room = Blocks(self._kv.free_blocks) + Blocks(self._kv.held_only_by(self._idle_slots(donor_ids)))
             needs = [self.blocks_for_step(unit, unit.context_remaining) for unit in running]
-            needed = self.blocks_for_step(held, held.context_remaining)
+            needed = self.blocks_for_step(prompt, prompt.context_remaining)
         return needed <= room - total(needs, self._nothing)
 
     def longest(self, prompt_tokens: list[int], width: int, cap: int, *, shares: bool) -> int:
@@ -156,7 +156,7 @@ class KVView:
             shares: whether it may share a configured prompt that it begins with.
         """
         available = self.get_max_resource_count()
-        pinned = self._held.pinned_prefix(prompt_tokens) if shares else 0
+        pinned = self._held_prompts.pinned_prefix(prompt_tokens) if shares else 0
         num_prompt = len(prompt_tokens)
         # Find the most positions with enough blocks by bisection: the need grows with each position.
         fits, too_many = 0, cap
@@ -172,7 +172,7 @@ class KVView:
 
     def _idle_slots(self, donor_ids: Set[int]) -> list[int]:
         """Return the slots of droppable held prompts, except those with an id in `donor_ids`."""
-        idle = (held.seq_id for held in self._held.droppable() if held.request_id not in donor_ids)
+        idle = (prompt.seq_id for prompt in self._held_prompts.droppable() if prompt.request_id not in donor_ids)
         return [seq_id for seq_id in idle if seq_id is not None]
 
     def _to_completion(self, request: LlmRequest, chunk: int, num_pinned: int) -> Blocks:
@@ -246,7 +246,7 @@ class Planner:
         kv: the cache from which steps take their blocks.
         kv_view: the scheduler's view of the KV memory.
         slots: the running and the waiting sequences.
-        held: prompts to share, which are evaluated like sequences.
+        held_prompts: prompts to share, which are evaluated like sequences.
         times: the measured costs of steps.
 
     Raises:
@@ -259,7 +259,7 @@ class Planner:
         kv: KVCache,
         kv_view: KVView,
         slots: Slots,
-        held: HeldPrompts,
+        held_prompts: HeldPrompts,
         times: StepTimeModel,
     ) -> None:
         self._limits = options.scheduling.limits(kv.block_size)
@@ -275,7 +275,7 @@ class Planner:
         self._slots = slots
         margin = options.scheduling.margin
         self._shares = BlockShares(slots, kv, kv_view, DEFAULT_MARGIN if margin is None else margin)
-        self._held = held
+        self._held_prompts = held_prompts
         self._is_whole = True  # whether all of the last plan fitted
 
     def prompt_budget(self) -> PromptBudget | None:
@@ -285,7 +285,7 @@ class Planner:
             return None
         decoding = [sequence for sequence in self._slots.sequences.values() if sequence.phase is Phase.DECODING]
         waiting = min(len(self._slots.pending), len(self._slots.seq_pool))
-        num_prompts = len(self._slots.sequences) - len(decoding) + waiting + len(self._held.evaluating())
+        num_prompts = len(self._slots.sequences) - len(decoding) + waiting + len(self._held_prompts.evaluating())
         if not num_prompts:
             return None
         is_fused = self._options.batching_type is BatchingType.INFLIGHT_FUSED_BATCHING
@@ -370,10 +370,10 @@ class Planner:
         """Return the forwards of the part of a plan that fits, as lists of entries; new sequences take their slots."""
         fitted = self._fit(plan)
         while not fitted.is_whole:
-            held = self._to_drop(plan.context_requests)
-            if held is None:
+            prompt = self._to_drop(plan.context_requests)
+            if prompt is None:
                 break
-            self._slots.drop_held(held)
+            self._slots.drop_held(prompt)
             fitted = self._fit(plan)
         self._is_whole = fitted.is_whole
         parts = [self._lay_out(part) for part in forwards(self._options.batching_type, fitted.plan)]
@@ -401,24 +401,23 @@ class Planner:
 
     def _begin_held(self) -> None:
         """Begin the prompts to hold; drop a noticed prompt that has no room beside the running units."""
-        for held in self._held.evaluating():
-            if held.begun:
+        for prompt in self._held_prompts.evaluating():
+            if prompt.begun:
                 continue
-            running = [prompt for prompt in self._held.evaluating() if prompt.begun] + list(
-                self._slots.sequences.values()
-            )
+            begun = [other for other in self._held_prompts.evaluating() if other.begun]
+            running = [*begun, *self._slots.sequences.values()]
             waiting = (sequence.held_donor for sequence in self._slots.pending)
             donor_ids = {donor.request_id for donor in waiting if donor is not None}
             forever = self._options.scheduling.never_pauses
-            if held.pinned or self._kv_view.has_room(held, running, donor_ids, forever=forever):
-                self._slots.begin_held(held)
+            if prompt.pinned or self._kv_view.has_room(prompt, running, donor_ids, forever=forever):
+                self._slots.begin_held(prompt)
             else:
-                self._slots.drop_held(held)
+                self._slots.drop_held(prompt)
 
     def _active(self) -> tuple[RequestList, list[Sequence]]:
         """Return all units that could run, and the waiting sequences among them."""
         ready = self._slots.ready()
-        return [*self._held.evaluating(), *self._slots.sequences.values(), *ready], ready
+        return [*self._held_prompts.evaluating(), *self._slots.sequences.values(), *ready], ready
 
     def _ask(self, scheduler: RequestScheduler, active: RequestList, inflight: Set[int]) -> SchedulerOutput:
         return normalize_output(scheduler.schedule_request(active, inflight), active, inflight, self._limits)
@@ -456,9 +455,9 @@ class Planner:
 
     def _to_drop(self, starting: RequestList) -> HeldPrompt | None:
         """Return the held prompt to drop next: preferably one that no starting unit shares; None for none."""
-        droppable = self._held.droppable()
+        droppable = self._held_prompts.droppable()
         donors = {id(unit.held_donor) for unit in slotted(starting)}
-        return next((held for held in droppable if id(held) not in donors), next(iter(droppable), None))
+        return next((prompt for prompt in droppable if id(prompt) not in donors), next(iter(droppable), None))
 
     def _lay_out(self, plan: SchedulerOutput) -> list[Planned]:
         chunks = []

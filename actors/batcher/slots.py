@@ -144,14 +144,14 @@ class HeldPrompts:
         self._free_slots = list(slots)
         self._min_tokens = min_tokens
         self._now = now
-        self._held: list[HeldPrompt] = []
+        self._prompts: list[HeldPrompt] = []
         self._seen: OrderedDict[tuple[bytes, tuple[int, ...]], None] = OrderedDict()
 
     def __iter__(self) -> Iterator[HeldPrompt]:
-        return iter(self._held)
+        return iter(self._prompts)
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._prompts)
 
     def find(self, tokens: ListOf[int], key: bytes | None, adapter: LoraAdapter | None = None) -> HeldPrompt | None:
         """Return the longest held prompt that is a prefix of these tokens, either of this owner or configured.
@@ -160,21 +160,21 @@ class HeldPrompts:
             key: the owner's key; None for configured prompts only.
             adapter: the adapter that evaluates the tokens; configured prompts are evaluated without one.
         """
-        found: HeldPrompt | None = None
-        for held in self._held:
-            size = len(held.tokens)
+        match: HeldPrompt | None = None
+        for prompt in self._prompts:
+            size = len(prompt.tokens)
             # At least one token must remain to be evaluated: its logits give the first token.
-            if size >= len(tokens) or (found and size <= len(found.tokens)):
+            if size >= len(tokens) or (match and size <= len(match.tokens)):
                 continue
             # guard: configured prompts have no adapter
-            if ((held.pinned and adapter is None) or held.key == key) and tokens[:size] == held.tokens:
-                found = held
-        return found
+            if ((prompt.pinned and adapter is None) or prompt.key == key) and tokens[:size] == prompt.tokens:
+                match = prompt
+        return match
 
     def pinned_prefix(self, tokens: ListOf[int]) -> int:
         """Return the number of positions that a prompt shares with a configured prompt."""
-        held = self.find(tokens, None)
-        return len(held.tokens) if held is not None else 0
+        prompt = self.find(tokens, None)
+        return len(prompt.tokens) if prompt is not None else 0
 
     def notice(self, prefix: ListOf[int], key: bytes) -> bool:
         """Book that a request starts with `prefix`; return whether to hold it, which is so at the second sighting."""
@@ -197,48 +197,49 @@ class HeldPrompts:
         """Return a slot that `take_slot` gave; it must be empty again."""
         self._free_slots.append(slot)
 
-    def adopt(self, held: HeldPrompt, slot: int) -> None:
+    def adopt(self, prompt: HeldPrompt, slot: int) -> None:
         """Hold an evaluated prompt in a slot that `take_slot` gave."""
-        held.seq_id = slot
-        held.num_computed = len(held.tokens)
-        held.donor = self.find(held.tokens, None, held.adapter)  # what sharers can use after it was dropped
-        held.num_shared = len(held.donor.tokens) if held.donor is not None else 0
-        held.move(Phase.PREFILLING)
-        self._held.append(held)
+        prompt.seq_id = slot
+        prompt.num_computed = len(prompt.tokens)
+        prompt.donor = self.find(prompt.tokens, None, prompt.adapter)  # what sharers can use after it was dropped
+        prompt.num_shared = len(prompt.donor.tokens) if prompt.donor is not None else 0
+        prompt.move(Phase.PREFILLING)
+        self._prompts.append(prompt)
 
-    def hold(self, held: HeldPrompt) -> bool:
+    def hold(self, prompt: HeldPrompt) -> bool:
         """Give a prompt a slot; return False when every slot is taken."""
         if not self._free_slots:
             return False
-        held.seq_id = self._free_slots.pop()
-        held.move(Phase.PREFILLING)
-        self._held.append(held)
+        prompt.seq_id = self._free_slots.pop()
+        prompt.move(Phase.PREFILLING)
+        self._prompts.append(prompt)
         return True
 
-    def used(self, held: HeldPrompt) -> None:
+    def used(self, prompt: HeldPrompt) -> None:
         """Mark a prompt as just used, so that others are dropped before it."""
-        held.last_used = self._now()
+        prompt.last_used = self._now()
 
     def droppable(self) -> list[HeldPrompt]:
         """Return the prompts that may be dropped, least recently used first; not configured or unfinished ones."""
-        return sorted([held for held in self._held if held.ready and not held.pinned], key=lambda held: held.last_used)
+        idle = [prompt for prompt in self._prompts if prompt.ready and not prompt.pinned]
+        return sorted(idle, key=lambda prompt: prompt.last_used)
 
     def least_recent(self, besides: HeldPrompt | None = None) -> HeldPrompt | None:
         """Return the prompt to drop first; None for none."""
-        return next((held for held in self.droppable() if held is not besides), None)
+        return next((prompt for prompt in self.droppable() if prompt is not besides), None)
 
-    def drop(self, held: HeldPrompt) -> int:
+    def drop(self, prompt: HeldPrompt) -> int:
         """Remove a prompt and return its slot; the caller must free the slot's blocks."""
-        assert held.seq_id is not None
-        self._held.remove(held)
-        slot, held.seq_id = held.seq_id, None
-        held.move(Phase.FINISHED)
+        assert prompt.seq_id is not None
+        self._prompts.remove(prompt)
+        slot, prompt.seq_id = prompt.seq_id, None
+        prompt.move(Phase.FINISHED)
         self._free_slots.append(slot)
         return slot
 
     def evaluating(self) -> list[HeldPrompt]:
         """Return the prompts that still need a forward."""
-        return [held for held in self._held if not held.ready]
+        return [prompt for prompt in self._prompts if not prompt.ready]
 
 
 # The least tokens that a sequence draws before it is paused for another client. Evaluating a sequence again may cost a
@@ -251,7 +252,7 @@ class Slots:
 
     Args:
         ctx: the context with the slots 0 .. n_parallel - 1.
-        held: prompts that sequences may share.
+        held_prompts: prompts that sequences may share.
         swap: keeps the KV of paused sequences.
         fair: the order of turns among clients; None: all wait in one line.
         n_parallel: the number of slots.
@@ -261,7 +262,7 @@ class Slots:
     def __init__(
         self,
         ctx: Context,
-        held: HeldPrompts,
+        held_prompts: HeldPrompts,
         swap: Swap,
         fair: FairShare | None,
         n_parallel: int,
@@ -272,7 +273,7 @@ class Slots:
         self.sequences: dict[int, Sequence] = {}  # by slot, longest admitted first
         self.seq_pool = set(range(n_parallel))  # free slots
         self._ctx = ctx
-        self._held = held
+        self._held_prompts = held_prompts
         self._swap = swap
         self.n_parallel = n_parallel
         self._journal = journal
@@ -292,11 +293,11 @@ class Slots:
         """Return whether a client waits below its share of the slots while another client holds more than its share."""
         if self._fair is None or not self.pending:
             return False
-        held, share = self._holding()
-        if max(held.values(), default=0) <= share:
+        num_slots, share = self._slots_by_client()
+        if max(num_slots.values(), default=0) <= share:
             return False
         ready = (sequence for sequence in self.pending if not sequence.waits_for_others)
-        return any(held[_account(sequence)] + sequence.width <= share for sequence in ready)
+        return any(num_slots[_account(sequence)] + sequence.width <= share for sequence in ready)
 
     def giving_way(self, inflight: Set[int]) -> list[Sequence]:
         """Return the sequences to pause so that each waiting client has its share of the slots.
@@ -306,24 +307,26 @@ class Slots:
         Args:
             inflight: ids of the sequences that cannot be paused now.
         """
-        held, share = self._holding()
+        num_slots, share = self._slots_by_client()
         able = self.pausable(inflight)
         free, chosen = len(self.seq_pool), list[Sequence]()
         for sequence in self._ready_in_turn():
-            held[_account(sequence)] += sequence.width
-            if held[_account(sequence)] > share:
+            num_slots[_account(sequence)] += sequence.width
+            if num_slots[_account(sequence)] > share:
                 break  # the following sequences belong to clients with their share
             free -= sequence.width
             for_it: list[Sequence] = []
             while free + len(for_it) < 0:
                 # Pause a sequence of the client with most slots: the least paused one, and among these the newest.
-                rivals = [one for one in able if held[_account(one)] > share]
+                rivals = [rival for rival in able if num_slots[_account(rival)] > share]
                 if not rivals:
                     return chosen
-                one = max(rivals, key=lambda one: (held[_account(one)], -one.num_pauses, waiting_key(one)))
-                held[_account(one)] -= 1
-                able.remove(one)
-                for_it.append(one)
+                paused = max(
+                    rivals, key=lambda rival: (num_slots[_account(rival)], -rival.num_pauses, waiting_key(rival))
+                )
+                num_slots[_account(paused)] -= 1
+                able.remove(paused)
+                for_it.append(paused)
             free += len(for_it)
             chosen += for_it
         return chosen
@@ -334,7 +337,8 @@ class Slots:
         Args:
             inflight: ids of the sequences that cannot be paused now.
         """
-        return [one for one in self.sequences.values() if _has_had_a_turn(one) and one.request_id not in inflight]
+        running = self.sequences.values()
+        return [unit for unit in running if _has_had_a_turn(unit) and unit.request_id not in inflight]
 
     def first_of_several(self) -> Sequence | None:
         """Return the waiting sequence that starts next, if a slot is free and several clients have work."""
@@ -393,7 +397,7 @@ class Slots:
             self._ctx.seq_cp(donor.seq_id, seq_id, 0, num_shared)
             sequence.num_computed = num_shared
             if donor.as_held is not None:
-                self._held.used(donor.as_held)
+                self._held_prompts.used(donor.as_held)
         if not sequence.scores_prompt:
             sequence.num_computed = self._ctx.attach_prefix(seq_id, sequence.tokens, sequence.cache_key)
         if sequence.num_pauses == 0:
@@ -408,9 +412,8 @@ class Slots:
 
     def pause(self, unit: Slotted) -> None:
         """Take a sequence's blocks; it waits in its old turn, and is evaluated again unless it was swapped."""
-        held = unit.as_held
-        if held is not None:
-            self.drop_held(held)
+        if unit.as_held is not None:
+            self.drop_held(unit.as_held)
             return
         owner = _sequence(unit)
         assert owner.seq_id is not None
@@ -443,30 +446,30 @@ class Slots:
             self._swap.forget(sequence.request_id)
         sequence.move(Phase.FINISHED)
 
-    def begin_held(self, held: HeldPrompt) -> None:
+    def begin_held(self, prompt: HeldPrompt) -> None:
         """Attach the cached prefix of a prompt to hold, once."""
-        if held.begun:
+        if prompt.begun:
             return
-        assert held.seq_id is not None
-        held.begun = True
-        held.num_computed = held.num_reused = self._ctx.attach_prefix(held.seq_id, held.tokens, held.key)
-        self._journal.stats.reused_tokens += held.num_computed
+        assert prompt.seq_id is not None
+        prompt.begun = True
+        prompt.num_computed = prompt.num_reused = self._ctx.attach_prefix(prompt.seq_id, prompt.tokens, prompt.key)
+        self._journal.stats.reused_tokens += prompt.num_computed
 
-    def drop_held(self, held: HeldPrompt) -> None:
+    def drop_held(self, prompt: HeldPrompt) -> None:
         """Free a held prompt's blocks."""
-        self._ctx.seq_rm(self._held.drop(held))
+        self._ctx.seq_rm(self._held_prompts.drop(prompt))
 
     def _ready_in_turn(self) -> list[Sequence]:
         """Return the waiting sequences with a ready donor or none; those within their clients' shares come first."""
         ready = [sequence for sequence in self._in_turn() if not sequence.waits_for_others]
         if self._fair is None or len(ready) < 2:
             return ready
-        held, share = self._holding()
+        num_slots, share = self._slots_by_client()
         within: list[Sequence] = []
         beyond: list[Sequence] = []
         for sequence in ready:
-            held[_account(sequence)] += sequence.width
-            (within if held[_account(sequence)] <= share else beyond).append(sequence)
+            num_slots[_account(sequence)] += sequence.width
+            (within if num_slots[_account(sequence)] <= share else beyond).append(sequence)
         return within + beyond
 
     def _in_turn(self) -> list[Sequence]:
@@ -480,8 +483,8 @@ class Slots:
         num_clients = len(self._clients())
         begun: list[Sequence] = []
         others: list[Sequence] = []
-        for one in self.pending:
-            (begun if one.has_begun and self._fits_share(one, num_clients) else others).append(one)
+        for sequence in self.pending:
+            (begun if sequence.has_begun and self._fits_share(sequence, num_clients) else others).append(sequence)
         return begun + self._fair.in_turn(others, _account, _charge, self._generated())
 
     def _fits_share(self, sequence: Sequence, num_clients: int) -> bool:
@@ -500,12 +503,12 @@ class Slots:
             generated[_account(sequence)] += sequence.num_generated
         return generated
 
-    def _holding(self) -> tuple[Counter[str], int]:
+    def _slots_by_client(self) -> tuple[Counter[str], int]:
         """Return the slots that each client holds, and the equal share of every client with work."""
-        held: Counter[str] = Counter()
+        num_slots: Counter[str] = Counter()
         for sequence in self.sequences.values():
-            held[_account(sequence)] += sequence.width
-        return held, slots_share(self.n_parallel, len(self._clients()))
+            num_slots[_account(sequence)] += sequence.width
+        return num_slots, slots_share(self.n_parallel, len(self._clients()))
 
     def _with_slots(self, ready: list[Sequence]) -> list[Sequence]:
         """Return the waiting sequences with a slot for each beam; no sequence overtakes one without enough slots."""
@@ -566,11 +569,11 @@ def _has_had_a_turn(sequence: Sequence) -> bool:
 
 def _evaluated_for(sequence: Sequence) -> int:
     """Return the held prompt's tokens that were evaluated for this request, which are no cache hit of it."""
-    held = None if sequence.donor is None else sequence.donor.as_held
-    if held is None or held.noticed_by is not sequence.request:
+    prompt = None if sequence.donor is None else sequence.donor.as_held
+    if prompt is None or prompt.noticed_by is not sequence.request:
         return 0
-    held.noticed_by = None
-    return len(held.tokens) - held.num_reused
+    prompt.noticed_by = None
+    return len(prompt.tokens) - prompt.num_reused
 
 
 def _charge(sequence: Sequence) -> int:

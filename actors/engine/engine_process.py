@@ -70,7 +70,7 @@ class EngineProcess:
         self._nursery: trio.Nursery
         self._session = trio.CancelScope()
         self._served: EngineSession | None = None  # of the connected gateway
-        self._told: tuple[str, int] = ("", 0)  # last reported stage and part of loading
+        self._reported: tuple[str, int] = ("", 0)  # last reported stage and part of loading
         self._changes: deque[tuple[ServingChanged, trio.Event]] = deque()  # changes not sent to the parent yet
 
     async def serve(self) -> None:
@@ -155,8 +155,8 @@ class EngineProcess:
     def _tell_progress(self, stage: str, done: int, total: int) -> None:
         """Report progress; runs on the event loop's thread."""
         part = _PARTS * done // total if total else 0
-        if self._told != (stage, part):
-            self._told = (stage, part)
+        if self._reported != (stage, part):
+            self._reported = (stage, part)
             self._nursery.start_soon(self._tell, Loading(stage, done, total))
 
     async def _tell(self, message: object) -> None:

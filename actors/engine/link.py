@@ -337,9 +337,9 @@ class EngineSession:
 
     # Sending
 
-    def tell_models(self, models: Models, told: trio.Event) -> None:
-        """Send the newly served models; this message, and all later ones, wait until `told` is set."""
-        self._parent_knows = told
+    def tell_models(self, models: Models, announced: trio.Event) -> None:
+        """Send the newly served models; this message, and all later ones, wait until `announced` is set."""
+        self._parent_knows = announced
         self._post(notification("models", models))
 
     def _post(self, message: bytes) -> None:

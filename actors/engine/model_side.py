@@ -62,7 +62,9 @@ async def open_batcher(
     await trio.to_thread.run_sync(_load_again, engine, start.adapters or (), abandon_on_cancel=True)
 
     def tell_models(models: Models) -> None:
-        sources = [AdapterSource(one.name, str(one.path), one.digest) for one in engine.adapters.serving()]
+        sources = [
+            AdapterSource(adapter.name, str(adapter.path), adapter.digest) for adapter in engine.adapters.serving()
+        ]
         on_models(models, sources)
 
     factory = context_factory(engine, options)

@@ -316,7 +316,7 @@ class MessageRoom:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self._held: dict[Share, int] = {}  # the last one has grown most recently
+        self._bytes_of: dict[Share, int] = {}  # the last one has grown most recently
         self.num_bytes = 0
 
     @contextmanager
@@ -330,13 +330,13 @@ class MessageRoom:
 
     def put(self, share: Share, num_bytes: int) -> None:
         """Set the bytes of a share; this may call the `give_up` of other shares, or its own."""
-        self.num_bytes += num_bytes - self._held.pop(share, 0)
+        self.num_bytes += num_bytes - self._bytes_of.pop(share, 0)
         if num_bytes:
-            self._held[share] = num_bytes
+            self._bytes_of[share] = num_bytes
         # guard: half messages of strangers
         while self.num_bytes > self.max_bytes:
-            oldest = next(iter(self._held))
-            self.num_bytes -= self._held.pop(oldest)
+            oldest = next(iter(self._bytes_of))
+            self.num_bytes -= self._bytes_of.pop(oldest)
             oldest.give_up()
 
 

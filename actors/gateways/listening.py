@@ -140,7 +140,7 @@ async def open_sockets(address: str, *, of_zeromq: bool = False) -> list[socket.
 
 def as_listeners(sockets: Sequence[socket.socket]) -> list[trio.SocketListener]:
     """Return the sockets as trio's listeners."""
-    return [trio.SocketListener(trio.socket.from_stdlib_socket(one)) for one in sockets]
+    return [trio.SocketListener(trio.socket.from_stdlib_socket(listener)) for listener in sockets]
 
 
 def address_of(address: str, listening: socket.socket) -> str:

@@ -137,7 +137,7 @@ class OpenCall:
         outbox: takes the tokens with credit.
     """
 
-    __slots__ = ("_caught_up", "_coalesce", "_credit", "_held", "_outbox", "_stalled_since", "reason", "scope")
+    __slots__ = ("_caught_up", "_coalesce", "_credit", "_outbox", "_stalled_since", "_waiting", "reason", "scope")
 
     def __init__(self, options: StreamOptions, outbox: Outbox) -> None:
         self.scope = trio.CancelScope()
@@ -145,7 +145,7 @@ class OpenCall:
         self._outbox = outbox
         self._coalesce = options.coalesce
         self._credit = options.credit  # None: no limit
-        self._held: deque[TokenArray] = deque()
+        self._waiting: deque[TokenArray] = deque()
         self._stalled_since: float | None = None  # the start of the wait for credit
         self._caught_up = trio.Event()
         self._caught_up.set()
@@ -154,7 +154,7 @@ class OpenCall:
         """Cancel the call; the first reason counts."""
         if self.reason is None:
             self.reason = reason
-            self._held.clear()
+            self._waiting.clear()
             self.scope.cancel()
 
     def deliver(self, token: TokenArray) -> bool:
@@ -173,11 +173,11 @@ class OpenCall:
         if self._credit is None:
             return
         self._credit = min(self._credit + count, MAX_CREDIT)
-        while self._held and self._credit:
+        while self._waiting and self._credit:
             self._credit -= 1
-            self._outbox.post_token(self._held.popleft(), coalesce=self._coalesce)
-        self._stalled_since = trio.current_time() if self._held else None
-        if not self._held:
+            self._outbox.post_token(self._waiting.popleft(), coalesce=self._coalesce)
+        self._stalled_since = trio.current_time() if self._waiting else None
+        if not self._waiting:
             self._caught_up.set()
 
     async def caught_up(self) -> None:
@@ -191,12 +191,12 @@ class OpenCall:
             self.cancel(Cancelled(f"the client granted no credit for {STALLED_S:g} s"))
 
     def _hold(self, token: TokenArray) -> None:
-        if not self._held:
+        if not self._waiting:
             self._stalled_since = trio.current_time()
             self._caught_up = trio.Event()
-        self._held.append(token)
+        self._waiting.append(token)
         # guard: tokens that wait for credit
-        if len(self._held) > MAX_HELD:
+        if len(self._waiting) > MAX_HELD:
             self.cancel(Cancelled(f"more than {MAX_HELD} tokens of this call wait for credit"))
 
 

@@ -126,7 +126,7 @@ class FlightRecorder(Flight):
             records.Arrived(
                 time=self._now,
                 request=request.number,
-                wanted=msgspec.structs.replace(message.request, prompt=None, messages=None, token_ids=None),
+                params=msgspec.structs.replace(message.request, prompt=None, messages=None, token_ids=None),
                 client=request.client,
                 request_id=request.request_id,
                 beam_width=request.beam_width,

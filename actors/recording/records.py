@@ -81,14 +81,14 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
 
 
 class Arrived(msgspec.Struct, frozen=True, kw_only=True, tag="arrived"):
-    """A request was accepted; `wanted` is the request without its prompt.
+    """A request was accepted; `params` is the request without its prompt.
 
     `adapter` is the digest of the request's adapter.
     """
 
     time: float
     request: int
-    wanted: GenerateRequest
+    params: GenerateRequest = msgspec.field(name="wanted")  # its name in the file
     client: str
     request_id: str
     beam_width: int

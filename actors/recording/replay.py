@@ -367,7 +367,7 @@ def generate_message(arrived: Arrived, raises: Callable[[int], bool]) -> Generat
         ),
     )
     sampling = {
-        name: getattr(plain if name in dropped else arrived.wanted, name)
+        name: getattr(plain if name in dropped else arrived.params, name)
         for name in GenerateRequest.__struct_fields__
         if name not in ("prompt", "messages", "token_ids", "model")
     }
@@ -592,7 +592,7 @@ class Timeline:
         if isinstance(record, TickRecord):
             self._num_ticks += 1
             return f"{'':12}tick {self._num_ticks}: {self.plan(record)}"
-        return f"{record.time - header.time:10.6f}  {_told(record)}"
+        return f"{record.time - header.time:10.6f}  {_describe(record)}"
 
     @staticmethod
     def plan(tick: TickRecord | None) -> str:
@@ -610,13 +610,13 @@ class Timeline:
         return " | ".join(parts) or "nothing to do"
 
 
-def _told(record: Record) -> str:
+def _describe(record: Record) -> str:
     match record:
         case Header():
             return "the batcher starts"
-        case records.Arrived(request=number, request_id=name, wanted=wanted):
-            deadline = "" if wanted.deadline_s is None else f", {wanted.deadline_s:g} s to its deadline"
-            return f"request {number} ({name}) arrives: n {wanted.n}, at most {wanted.max_tokens} tokens{deadline}"
+        case records.Arrived(request=number, request_id=name, params=params):
+            deadline = "" if params.deadline_s is None else f", {params.deadline_s:g} s to its deadline"
+            return f"request {number} ({name}) arrives: n {params.n}, at most {params.max_tokens} tokens{deadline}"
         case records.EncodedRecord(request=number, tokens=tokens, refusal=refusal):
             return f"request {number} has {len(tokens)} tokens" if refusal is None else f"request {number}: {refusal}"
         case records.Left(request=number):

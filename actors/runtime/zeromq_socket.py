@@ -308,10 +308,10 @@ class ZeroMQSocket:
 def _property(frame: zmq.Frame, name: int | str) -> int | str | None:
     """Return a property of a frame's connection; None if ZeroMQ does not have the property."""
     try:
-        found: int | str = frame.get(name)
+        value: int | str = frame.get(name)
     except zmq.ZMQError:  # EINVAL
         return None
-    return found
+    return value
 
 
 def _take(take_one: Callable[[], T], max_messages: int) -> list[T]:

@@ -496,7 +496,7 @@ def check_scheduler(names: str) -> None:
 def _named(names: str) -> list[type[RequestScheduler] | type[CapacityScheduler] | type[MicroBatchScheduler]]:
     """Return the named classes."""
     classes = [STEP_ORDERS.get(name) or _load(name) for name in (part.strip() for part in names.split(","))]
-    halves = [half for half in (CapacityScheduler, MicroBatchScheduler) for one in classes if issubclass(one, half)]
+    halves = [half for half in (CapacityScheduler, MicroBatchScheduler) for kind in classes if issubclass(kind, half)]
     if len(classes) > 1 and sorted(half.__name__ for half in halves) != ["CapacityScheduler", "MicroBatchScheduler"]:
         raise SchedulerError(f"scheduler {names!r}: two names are a CapacityScheduler and a MicroBatchScheduler")
     return classes

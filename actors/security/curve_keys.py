@@ -317,9 +317,9 @@ class KeyStore:
                 raise KeyFileError(target, "exists already; nothing was changed")
         try:
             with tempfile.TemporaryDirectory(dir=self.directory) as hidden:  # mode 0700
-                for made, target in zip(zmq.auth.create_certificates(hidden, name, metadata), targets, strict=True):
-                    Path(made).chmod(PRIVATE_FILE)
-                    target.hardlink_to(made)  # fails if the file exists
+                for file, target in zip(zmq.auth.create_certificates(hidden, name, metadata), targets, strict=True):
+                    Path(file).chmod(PRIVATE_FILE)
+                    target.hardlink_to(file)  # fails if the file exists
         except OSError as error:
             raise KeyFileError(self.directory, str(error)) from None
         return targets[1]

@@ -451,7 +451,7 @@ class GatewayProcess:
     def __init__(self, channel: ControlChannel[Any]) -> None:
         self._channel = channel
         self._gateways: LinkedGateways
-        self._made = trio.Event()
+        self._has_gateways = trio.Event()
         self._nursery: trio.Nursery
         self._sockets: ListeningSockets | None = None  # the parent's sockets, if it has any
 
@@ -467,17 +467,17 @@ class GatewayProcess:
                     case StartGateway() as start:
                         self._nursery.start_soon(self._open, start)
                     case Join() as join:
-                        await self._made.wait()
+                        await self._has_gateways.wait()
                         await self._gateways.join(join, self._channel.take_socket())
                     case AddModel(model):
-                        await self._made.wait()
+                        await self._has_gateways.wait()
                         await self._nursery.start(self._gateways.add(model).run)
                     case ShowModel(name, is_there):
-                        await self._made.wait()
+                        await self._has_gateways.wait()
                         if self._gateways.keeper is not None:
                             self._gateways.keeper.show(name, is_there)
                     case EngineStopped(engine, reason):
-                        await self._made.wait()
+                        await self._has_gateways.wait()
                         if self._gateways.keeper is not None:
                             await self._gateways.keeper.engine_has_ended(engine, reason)
                     case DrainAndStop(timeout_s, retires):
@@ -509,7 +509,7 @@ class GatewayProcess:
             sockets=self._sockets,
             switch=lambda message: self._nursery.start_soon(self._tell, message),
         )
-        self._made.set()
+        self._has_gateways.set()
         await self._nursery.start(observe, self._gateways.telemetry)
         await self._nursery.start(self._gateways.supervisor.run)
 

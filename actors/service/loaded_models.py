@@ -272,15 +272,15 @@ class LoadedModels:
 
     def _following(self, now: float, plan: Plan) -> OnDemandModel | None:
         """Return the model to load next: one that has lost its engine, or the one with the first waiting request."""
-        found: list[tuple[float, OnDemandModel]] = []
+        candidates: list[tuple[float, OnDemandModel]] = []
         for model in self.models.values():
             if model.phase is not Residence.UNLOADED or not model.is_wanted:
                 continue
             if now < model.retry_at:
                 plan.wake_at = min(plan.wake_at, model.retry_at)
             else:
-                found.append((-math.inf if model.num_open else model.waiting[0].arrived_at, model))
-        return min(found, key=lambda pair: pair[0])[1] if found else None
+                candidates.append((-math.inf if model.num_open else model.waiting[0].arrived_at, model))
+        return min(candidates, key=lambda pair: pair[0])[1] if candidates else None
 
     def _close(self, following: OnDemandModel | None, now: float, plan: Plan) -> None:
         """Choose the models that make room for `following`, or for what is loaded beyond the budget."""

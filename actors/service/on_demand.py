@@ -100,25 +100,25 @@ class EngineOnDemand:
         self._place = place
         self._run = run
         self._tell = tell
-        self._wanted = trio.Event()
+        self._is_wanted = trio.Event()
         self._scope = trio.CancelScope()
 
     def switch(self, message: SwitchEngine) -> None:
         """Start the engine, or end it."""
         if message.is_wanted:
-            self._wanted.set()
+            self._is_wanted.set()
         else:
-            self._wanted = trio.Event()
+            self._is_wanted = trio.Event()
             self._scope.cancel()
 
     async def run(self) -> None:
         """Run until cancelled."""
         while True:
-            await self._wanted.wait()
+            await self._is_wanted.wait()
             reason = ""
             with trio.CancelScope() as self._scope:
                 reason = await self._run_once()
-                self._wanted = trio.Event()
+                self._is_wanted = trio.Event()
             await self._tell(EngineStopped(self._place, reason))
 
     async def _run_once(self) -> str:

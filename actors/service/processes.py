@@ -473,11 +473,11 @@ class ServiceProcesses:
     async def describe(self) -> tuple[Models, dict[str, Any]]:
         """Return the served models, and the stats at the engine's start; for several models by name."""
         ready = [engine.ready for engine in self.engines if engine.ready is not None]
-        cards = [card for one in ready for card in one.models.models]
+        cards = [card for engine in ready for card in engine.models.models]
         models = Models(models=(*cards, *[unknown_card(name) for name in self.on_demand]))
         if len(ready) == 1:
             return models, ready[0].stats
-        return models, {BY_MODEL: {one.models.models[0].id: one.stats for one in ready}}
+        return models, {BY_MODEL: {engine.models.models[0].id: engine.stats for engine in ready}}
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, end the open ones within `timeout_s` seconds, and return."""

@@ -150,8 +150,8 @@ async def open_gpt_manager(
     requests = [request for load in loads for request in load.requests]
     config = BuildConfig.named(
         max_batch_size=n_parallel,
-        max_input_len=max(len(one.prompt) for one in requests),
-        max_output_len=max(one.max_tokens for one in requests),
+        max_input_len=max(len(request.prompt) for request in requests),
+        max_output_len=max(request.max_tokens for request in requests),
         **build,
     )
 

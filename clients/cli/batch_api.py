@@ -55,8 +55,8 @@ class _Asked:
             case Generate():
                 return await generate_for(self._client, request.request, request.on_token)
             case Embed():
-                found = await embed_for(self._client, request.request)
-                return Embedded(vectors=found[0], prompt_tokens=found[1])
+                embedded = await embed_for(self._client, request.request)
+                return Embedded(vectors=embedded[0], prompt_tokens=embedded[1])
             case msgspec.Struct():
                 return await self._client.ask(request)
         raise TypeError(f"no client has a call {type(request).__name__}")

@@ -342,12 +342,12 @@ class Target:
         from genbatch.clients.bench.in_process import DecodeFloor
 
         floor = DecodeFloor(self.engine.options(self.connection.private_model))
-        found: list[float | None] = []
+        floors: list[float | None] = []
         for case in cases:
             assert case.batch is not None
             request = case.load.requests[0]
-            found.append(floor.measure(case.batch, len(request.prompt) + request.max_tokens // 2))
-        return found
+            floors.append(floor.measure(case.batch, len(request.prompt) + request.max_tokens // 2))
+        return floors
 
     @asynccontextmanager
     async def _open_batch_manager(self, loads: Sequence[ScriptedLoad]) -> AsyncIterator[tuple[Streams, dict[str, Any]]]:
@@ -372,9 +372,9 @@ class Target:
         """Return the engine's flags with a KV pool for all sequences at once, unless the flags set its size."""
         if "n_ctx" in self.engine.changed():
             return self.engine
-        wanted = max(load.positions_of(self._parallel) for load in loads)
+        num_positions = max(load.positions_of(self._parallel) for load in loads)
         block = 64  # at least what the last block of a sequence holds
-        n_ctx = max(self.engine.values["n_ctx"] or 0, wanted + block * self._parallel)
+        n_ctx = max(self.engine.values["n_ctx"] or 0, num_positions + block * self._parallel)
         return ModelFlags(**{**self.engine.values, "n_ctx": n_ctx})
 
     def _refuse_flags_of_a_private_service(self, address: str) -> None:

@@ -50,10 +50,10 @@ def with_flag_groups(command: Callable[..., None]) -> Callable[..., None]:
             parameters.extend(flags)
 
     @wraps(command)
-    def expanded(**given: Any) -> None:
+    def expanded(**values: Any) -> None:
         for name, (group, flags) in groups.items():
-            given[name] = group(**{flag: given.pop(flag) for flag in flags})
-        command(**given)
+            values[name] = group(**{flag: values.pop(flag) for flag in flags})
+        command(**values)
 
     keyword_only = [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in parameters]
     expanded.__signature__ = Signature(keyword_only)  # type: ignore[attr-defined]  # what typer reads

@@ -243,11 +243,11 @@ def embed(
         if not inputs:
             raise UsageError("texts: standard input is empty")
         async with open_client(connection, engine, n_parallel=8, finds_running=True) as client:
-            found = await client.embed(inputs, dimensions=dimensions)
+            vectors = await client.embed(inputs, dimensions=dimensions)
         if json:
-            sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
+            sys.stdout.write(msgspec.json.encode(vectors).decode() + "\n")
             return
-        for vector in found.embeddings:
+        for vector in vectors.embeddings:
             sys.stdout.write(msgspec.json.encode(vector).decode() + "\n")
 
     run_command(answer)

@@ -64,12 +64,12 @@ def list_models(
     """List the models in the Hugging Face cache, with their size and last use."""
 
     async def run() -> None:
-        found = hub.cached_models()
+        models = hub.cached_models()
         if json:
-            sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
+            sys.stdout.write(msgspec.json.encode(models).decode() + "\n")
             return
-        width = max([len(model.name) for model in found], default=0)
-        for model in found:
+        width = max([len(model.name) for model in models], default=0)
+        for model in models:
             typer.echo(f"{model.name:{width}}  {_size(model.num_bytes):>9}  used {_ago(model.used_at, time.time())}")
 
     run_command(run)

@@ -84,8 +84,8 @@ for _name, (_, _help) in COMMANDS.items():
     app.command(_name, help=_help)(_listed)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(prints: bool) -> None:
+    if prints:
         from importlib.metadata import version  # imported late: it takes a tenth of the time of --help
 
         typer.echo(f"genbatch {version('genbatch')}")

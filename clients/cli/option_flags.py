@@ -262,7 +262,7 @@ class ServiceFlags(OptionFlags):
         limit = Parameter("limit", Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[list[str] | None, flag])
         return [*super().parameters(), limit]
 
-    def given(self, context: typer.Context) -> dict[str, Any]:
+    def from_command_line(self, context: typer.Context) -> dict[str, Any]:
         """Return the values of the options on the command line, by name.
 
         Raises:

@@ -195,7 +195,7 @@ class PlanFlags:
 
 
 @with_flag_groups
-def plan(*, load: TraceFlags, fleet: SimulatedFleetFlags, wanted: PlanFlags) -> None:
+def plan(*, load: TraceFlags, fleet: SimulatedFleetFlags, options: PlanFlags) -> None:
     """Simulate a trace on fleets of several sizes, and find the smallest fleet that meets a target.
 
     The routers and schedulers are the real ones; the time of a step is fitted to what `genbatch bench` measured.
@@ -215,7 +215,7 @@ def plan(*, load: TraceFlags, fleet: SimulatedFleetFlags, wanted: PlanFlags) -> 
     from genbatch.clients.plan.traces import TraceError
 
     try:
-        _plan(load, fleet, wanted)
+        _plan(load, fleet, options)
     except (UsageError, RouterError, GoodputError, StepTimeError, TraceError, PlotError) as error:
         print_error(error)
         raise typer.Exit(BAD_INPUT) from error

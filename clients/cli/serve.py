@@ -208,7 +208,7 @@ def serve(
             engines += [replace(model, served_model_name=name_of(model)) for model in kept]
             engines += models_on_demand(written_path(options.models), engine, batcher, options.keep_alive)
         if len(engines) > 1 or options.models is not None:
-            _check_several(engine, options, fleet, [name_of(one) for one in engines])
+            _check_several(engine, options, fleet, [name_of(engine_options) for engine_options in engines])
         catalog = ModelCatalog(engines)
         if options.models is not None and (folder := written_path(options.models)).is_dir():
             find = partial(models_on_demand, folder, engine, batcher, options.keep_alive, may_be_none=True)

@@ -389,7 +389,7 @@ def settings_of(context: typer.Context, model: str, file: ConfigFlags, flags: Se
         OptionError: see `read_settings`.
     """
     chosen = {"model": model} if is_given(context, "model") else {}
-    return read_settings(chosen | flags.given(context), config=file.config)
+    return read_settings(chosen | flags.from_command_line(context), config=file.config)
 
 
 def settings_table(settings: Settings) -> "Table":

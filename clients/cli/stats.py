@@ -279,13 +279,13 @@ def _gauges(stats: Mapping[str, Any], bar: int) -> Text:
     return text
 
 
-def _append_bar(text: Text, label: str, value: int, whole: int, width: int, told: str) -> None:
+def _append_bar(text: Text, label: str, value: int, whole: int, width: int, caption: str) -> None:
     share = value / whole if whole else 0.0
     filled = round(share * width)
     style = "red" if share > 0.9 else "yellow" if share > 0.7 else "green"
     text.append(f"{label:{_LABEL_WIDTH}}", style="cyan")
     text.append("█" * filled, style=style).append("░" * (width - filled), style="dim")
-    text.append(f" {told}\n")
+    text.append(f" {caption}\n")
 
 
 def _pace(history: TopHistory, width: int) -> Text:

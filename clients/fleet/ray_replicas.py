@@ -233,8 +233,10 @@ class RankedReplica:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
-        wanted = {"num_cpus": 0.0} if bundle is None else {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0)}
-        return remote.options(scheduling_strategy=place, **wanted, **options)
+        resources = {"num_cpus": 0.0}
+        if bundle is not None:
+            resources = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0)}
+        return remote.options(scheduling_strategy=place, **resources, **options)
 
     def _end_with(self, ends: Sequence[Any]) -> None:
         """End this process when a rank ends; Ray then restarts this actor and all ranks."""
@@ -308,7 +310,7 @@ class RayReplicas:
         self._lifetime = "detached" if self._is_cluster else None
         self.take_over_refusal = "" if self._is_cluster else _OWN_RAY
         self._keys = KeyPair(*zmq.curve_keypair())
-        self._held: dict[str, Any] = {}
+        self._handles: dict[str, Any] = {}
         self._version = ""
 
     def _join(self, address: str | None, settings: dict[str, Any]) -> bool:
@@ -352,8 +354,8 @@ class RayReplicas:
 
     async def names(self) -> list[str]:
         """List the fleet's replicas of all versions, by version and index."""
-        found = await _on_thread(partial(self._ray.util.list_named_actors, all_namespaces=False))
-        return sorted((name for name in found if name.startswith(self.prefix)), key=_version_and_index)
+        actors = await _on_thread(partial(self._ray.util.list_named_actors, all_namespaces=False))
+        return sorted((name for name in actors if name.startswith(self.prefix)), key=_version_and_index)
 
     async def create(self, index: int) -> str:
         """Create the replica with this index unless it exists; does not wait until the replica is ready."""
@@ -375,7 +377,7 @@ class RayReplicas:
             **resources,
         )
         # Keep a handle: without a detached lifetime an actor ends with its last handle.
-        self._held[name] = await _on_thread(partial(host.remote, *arguments))
+        self._handles[name] = await _on_thread(partial(host.remote, *arguments))
         return name
 
     async def describe(self, name: str, timeout_s: float) -> Described | None:
@@ -414,7 +416,7 @@ class RayReplicas:
                 self._ray.kill(self._ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
 
         await _on_thread(kill)
-        self._held.pop(name, None)
+        self._handles.pop(name, None)
 
     def close(self) -> None:
         """Disconnect from Ray. A Ray that we started ends with all its replicas."""

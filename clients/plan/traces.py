@@ -206,12 +206,12 @@ def batch_trace(options: TraceOptions) -> Trace:
     lengths = _Lengths(draw, options.scale)
     instructions = lengths.scaled(512)
 
-    def one(at: float, names: "_Names") -> Iterator[TraceRequest]:
+    def session(at: float, names: "_Names") -> Iterator[TraceRequest]:
         names.extend("instructions", instructions)
         names.extend(None, lengths.lognormal(600, 0.7, 4000))
         yield names.request(0.0, lengths.lognormal(100, 0.5, 400))
 
-    return _sessions("batch", options, draw, one, 1.0, warm_s=0.0)
+    return _sessions("batch", options, draw, session, 1.0, warm_s=0.0)
 
 
 MADE: dict[str, Callable[[TraceOptions], Trace]] = {"chat": chat_trace, "agents": agents_trace, "batch": batch_trace}

@@ -124,7 +124,7 @@ class PrefixCache:
             _remember(self._contents, self._content(tokens, key, index), None)
 
     def match(
-        self, tokens: Sequence[int], key: bytes, *, held: Sequence[bytes] = (), max_blocks: int | None = None
+        self, tokens: Sequence[int], key: bytes, *, first_names: Sequence[bytes] = (), max_blocks: int | None = None
     ) -> Match:
         """Look up a prompt: find the longest run of cached blocks after those that the sequence has already.
 
@@ -133,13 +133,13 @@ class PrefixCache:
         Args:
             tokens: a whole prompt.
             key: see `prefix_key`.
-            held: names of the prompt's first blocks, which the sequence has and which are not looked up.
-            max_blocks: most blocks to cover, including `held`; None means all whole blocks.
+            first_names: names of the prompt's first blocks, which the sequence has and which are not looked up.
+            max_blocks: most blocks to cover, including `first_names`; None means all whole blocks.
         """
         limit = len(tokens) // self.block_size
         if max_blocks is not None:
             limit = min(limit, max_blocks)
-        first, names = len(held), list(held)
+        first, names = len(first_names), list(first_names)
         end = self.known_run(tokens, key, names, first, limit)
         run = names[first:end]
         match = Match(run, [tuple(known.get(name, 0) for known in self._blocks) for name in run])
@@ -195,7 +195,7 @@ class PrefixCache:
                 end = index + 1
         return end
 
-    def found(self, names: Sequence[bytes], first: int, end: int, length: int) -> Iterable[tuple[int, int]]:
+    def entries(self, names: Sequence[bytes], first: int, end: int, length: int) -> Iterable[tuple[int, int]]:
         """Return the (group, block) pairs that a sequence shares when its prefix grows from `first` to `end` blocks.
 
         Args:
@@ -424,16 +424,16 @@ class BlockPool:
         hashes = {name: block for block, name in enumerate(self.hashes) if name is not None}
         return hashes | {name: block for block, (name, _) in self.tails.items()}
 
-    def check_integrity(self, held: Sequence[int]) -> None:
+    def check_integrity(self, expected_references: Sequence[int]) -> None:
         """Compare the reference counts with the users' own counts.
 
         Args:
-            held: by block id, the number of references that the users have.
+            expected_references: by block id, the number of references that the users have.
 
         Raises:
             AssertionError: a count differs, or the states do not partition the ids.
         """
-        for block, (counted, expected) in enumerate(zip(self.references, held, strict=True)):
+        for block, (counted, expected) in enumerate(zip(self.references, expected_references, strict=True)):
             # guard: integrity check
             assert counted == expected, f"block {block} is counted {counted} times and held {expected} times"
         initialized = [*self._passed, *self._initialized, *self._kept]

@@ -525,26 +525,26 @@ class Beginning:
     Args:
         length: number of positions that need no evaluation.
         fresh: per group, the number of blocks to allocate for imported content.
-        found: free (group, block) pairs that a prefix hit would take.
+        hits: free (group, block) pairs that a prefix hit would take.
         tail: per group, the partly filled last block; None if there is none. It is copied if another sequence has it.
     """
 
     length: int
     fresh: tuple[int, ...]
-    found: frozenset[tuple[int, int]] = frozenset()
+    hits: frozenset[tuple[int, int]] = frozenset()
     tail: tuple[int, ...] | None = None
 
 
 class StepDraft:
     """Counts the blocks of a step's entries and refuses entries that do not fit. Valid until the tables change."""
 
-    __slots__ = ("_alone", "_found", "_free", "_growing", "_named", "_shared", "_tables", "_taken")
+    __slots__ = ("_alone", "_free", "_growing", "_hits", "_named", "_shared", "_tables", "_taken")
 
     def __init__(self, tables: BlockTables) -> None:
         self._tables = tables
         self._free = [pool.num_free for pool in tables.pools]
         self._taken = [0] * len(tables.pools)  # per group
-        self._found: BlockSet = set()  # free blocks that the prefix hits of this step's sequences take
+        self._hits: BlockSet = set()  # free blocks that the prefix hits of this step's sequences take
         self._shared: BlockSet = set()  # partly filled last blocks that a new sequence shares
         self._alone: BlockSet = set()  # partly filled last blocks that a new sequence finds, and no other one has
         self._named: BlockSet = set()  # last blocks to write to that the prefix cache knows: copied if there is room
@@ -585,11 +585,11 @@ class StepDraft:
             return False
         self._take(needed)
         tails = set() if beginning.tail is None else set(enumerate(beginning.tail))
-        alone = (tails & beginning.found) - self._found
-        self._shared |= (tails | (self._alone & beginning.found)) - alone
-        self._alone = (self._alone - beginning.found) | alone
+        alone = (tails & beginning.hits) - self._hits
+        self._shared |= (tails | (self._alone & beginning.hits)) - alone
+        self._alone = (self._alone - beginning.hits) | alone
         self._note_named(alone)
-        self._found |= beginning.found
+        self._hits |= beginning.hits
         return True
 
     def reach(self, seq_id: int) -> int:
@@ -624,9 +624,9 @@ class StepDraft:
     def costs(self, beginning: Beginning) -> list[int]:
         """Return, per group, the blocks that a beginning takes before it grows, including the copy of its tail."""
         costs = list(beginning.fresh)
-        new = beginning.found - self._found
+        new = beginning.hits - self._hits
         # Each one counts: a found block, and a copy for the sequence that would have written to it in place.
-        for group, _ in (*new, *(beginning.found & self._alone)):
+        for group, _ in (*new, *(beginning.hits & self._alone)):
             costs[group] += 1
         if beginning.tail is not None:
             owned = {tail for sequence in self._growing for tail in self._owned_tails(sequence)} - self._shared

@@ -83,7 +83,7 @@ class DiskCache:
         self._copying = threading.Lock()
         self._closed = False
         self._retry_at = 0.0
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self._thread = threading.Thread(target=self._work, name="prefix cache on disk", daemon=True)
         self._thread.start()
 
@@ -266,8 +266,8 @@ class DiskCache:
 
     def _tell(self, what: str, text: str, *arguments: object) -> None:
         """Log a fault once."""
-        if what not in self._told:
-            self._told.add(what)
+        if what not in self._logged:
+            self._logged.add(what)
             log.warning(text, self._folder, *arguments)
 
 

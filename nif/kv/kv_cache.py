@@ -190,7 +190,7 @@ class KVCache:
             length, tail = end, blocks
         elif known > first:
             length, tail = known * self.block_size, None
-        entries = [*cache.found(names, first, known, length), *enumerate(blocks or ())]
+        entries = [*cache.entries(names, first, known, length), *enumerate(blocks or ())]
         free = frozenset((group, block) for group, block in entries if tables.pools[group].references[block] == 0)
         return Beginning(length, self._no_blocks, free, tail)
 
@@ -236,7 +236,7 @@ class KVCache:
         limit = end // self.block_size
         sequence.marked = len(tokens) // self.block_size
         sequence.tail = end if end % self.block_size else 0
-        match = cache.match(tokens, key, held=sequence.hashes, max_blocks=limit)
+        match = cache.match(tokens, key, first_names=sequence.hashes, max_blocks=limit)
         names = sequence.hashes + match.hashes
         tail = cache.tail(tokens, key, names, end) if len(names) == limit and num_positions < end else None
         if match.blocks or tail is not None:

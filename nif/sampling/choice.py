@@ -74,9 +74,9 @@ def _choose_each(
     drawn: list[Sampled | SampleFault] = []
     errors: list[Exception] = []
     for row, (state, position) in enumerate(zip(states, positions, strict=True)):
-        one = None if logits is None else logits[row : row + 1]
+        row_logits = None if logits is None else logits[row : row + 1]
         try:
-            drawn += _choose_all(one, None if largest is None else largest.rows([row]), [state], [position])
+            drawn += _choose_all(row_logits, None if largest is None else largest.rows([row]), [state], [position])
         except Exception as error:
             errors.append(error)
             drawn.append(SampleFault(f"choosing a token failed: {error!r}"))

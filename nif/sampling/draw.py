@@ -273,15 +273,15 @@ def _pick(
     last_rank = np.clip(top_k.astype(np.int64) - 1, 0, log_weights.shape[1] - 1)
     kth = np.where(limited, np.take_along_axis(log_weights, last_rank, 1), np.float32(-np.inf))
     weights = np.where(log_weights >= kth, np.exp(log_weights), np.float32(0)).astype(np.float64)
-    held = np.cumsum(weights, axis=1)
-    total = np.where(limited, held[:, -1:], total)
+    cumulated = np.cumsum(weights, axis=1)
+    total = np.where(limited, cumulated[:, -1:], total)
     nucleus = top_p * total
-    before = np.pad(held[:, :-1], ((0, 0), (1, 0)))
+    before = np.pad(cumulated[:, :-1], ((0, 0), (1, 0)))
     # Treat top_p = 1 as off, because rounding may make the sum of a row's parts exceed its total.
     keep = ((before < nucleus) | (top_p >= 1.0)) & (weights >= min_p)
     column = _invert(np.where(keep, weights, 0.0), points)
     drawn = np.take_along_axis(ids, column[:, None], 1)[:, 0]
-    enough = ((held[:, -1:] >= nucleus) & (top_p < 1.0)) | (weights[:, -1:] < min_p)
+    enough = ((cumulated[:, -1:] >= nucleus) & (top_p < 1.0)) | (weights[:, -1:] < min_p)
     return drawn, np.where(limited, log_weights[:, -1:] < kth, enough)[:, 0]
 
 

@@ -45,8 +45,8 @@ class StopMatcher:
         self._keep = keep  # whether the found stop string is part of the text
         self._borders = [_borders(word) for word in self._stop]
         self._matched = [0] * len(self._stop)  # per stop string, the length of its longest prefix at the text's end
-        self._held = ""  # text that was not returned yet
-        self._found: int | None = None  # the start of the earliest match in the held text
+        self._text = ""  # text that was not returned yet
+        self._match: int | None = None  # the start of the earliest match in the held text
         self._word = ""  # the stop string of that match
         self._stopped = False
 
@@ -62,20 +62,20 @@ class StopMatcher:
             return "", True
         if not self._stop:
             return text, False
-        begin = len(self._held)
-        self._held += text
+        begin = len(self._text)
+        self._text += text
         for end, character in enumerate(text, begin + 1):
             self._advance(character, end)
             if not may_end:
-                self._found = None
-            if self._found is not None and self._settled(end):
+                self._match = None
+            if self._match is not None and self._settled(end):
                 return self._finish()
         # No stop string can begin before the longest partial match, so that text is final. An unsettled match begins
         # after the longest partial match's beginning.
-        keep = len(self._held) - max(self._matched)
-        if self._found is not None:
-            self._found -= keep
-        emit, self._held = self._held[:keep], self._held[keep:]
+        keep = len(self._text) - max(self._matched)
+        if self._match is not None:
+            self._match -= keep
+        emit, self._text = self._text[:keep], self._text[keep:]
         return emit, False
 
     def flush(self) -> str:
@@ -87,10 +87,10 @@ class StopMatcher:
     @property
     def stopped(self) -> bool:
         """Whether a stop string ended the text; an unsettled match counts only after `flush`."""
-        return self._stopped and self._found is not None
+        return self._stopped and self._match is not None
 
     @property
-    def found(self) -> str | None:
+    def stop_string(self) -> str | None:
         """Return the stop string that ended the text; None if no stop string has."""
         return self._word if self.stopped else None
 
@@ -105,23 +105,23 @@ class StopMatcher:
             self._matched[i] = matched
             if matched == len(word):
                 start = end - matched
-                if self._found is None or start < self._found:
-                    self._found, self._word = start, word
+                if self._match is None or start < self._match:
+                    self._match, self._word = start, word
 
     def _settled(self, end: int) -> bool:
         """Return whether no partial match begins before the found match."""
-        assert self._found is not None
-        found = self._found
+        assert self._match is not None
+        match = self._match
         return all(
-            matched == len(word) or end - matched >= found
+            matched == len(word) or end - matched >= match
             for word, matched in zip(self._stop, self._matched, strict=True)
         )
 
     def _finish(self) -> tuple[str, bool]:
-        emit = self._held if self._found is None else self._held[: self._found]
-        if self._keep and self._found is not None:
+        emit = self._text if self._match is None else self._text[: self._match]
+        if self._keep and self._match is not None:
             emit += self._word
-        self._held = ""
+        self._text = ""
         self._stopped = True
         return emit, True
 
@@ -220,8 +220,8 @@ class _TokenBytes(dict[int, bytes]):
 
     def __missing__(self, token_id: int) -> bytes:
         token = self._vocabulary.token(token_id)
-        found = self[token_id] = b"" if token is None else _token_bytes(token)
-        return found
+        encoded = self[token_id] = b"" if token is None else _token_bytes(token)
+        return encoded
 
 
 class _TokenTexts(dict[int, str | None]):

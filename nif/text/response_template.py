@@ -149,7 +149,7 @@ class TemplateReader:
         except TimeoutError:  # of the prompt
             self._has_failed = by_character = True
         self._has_tools = bool(tools)
-        self._held: dict[str, str] = {}  # trailing white space of the open region, by its field
+        self._trailing: dict[str, str] = {}  # trailing white space of the open region, by its field
         self._begun: set[str] = set()  # fields with returned text
         self._num_calls = 0
         # When parsing by pieces: the state that a parser by characters needs to take over.
@@ -242,8 +242,8 @@ class TemplateReader:
                 self._unread = ""
             if kind == "region_close":
                 if not self._strips[name]:
-                    self._add(parts, name, self._held.get(name, ""))
-                self._held[name] = ""
+                    self._add(parts, name, self._trailing.get(name, ""))
+                self._trailing[name] = ""
 
     def _close_calls(self, parts: Parts, value: object) -> None:
         calls = _calls(value) if self._has_tools else None
@@ -262,9 +262,9 @@ class TemplateReader:
             text = text.lstrip()
         if not text:
             return
-        text = self._held.get(name, "") + text
+        text = self._trailing.get(name, "") + text
         shown = text.rstrip()
-        self._held[name] = text[len(shown) :]
+        self._trailing[name] = text[len(shown) :]
         self._add(parts, name, shown)
 
     def _add(self, parts: Parts, name: str, text: str) -> None:

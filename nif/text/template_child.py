@@ -193,7 +193,7 @@ def _compile(sources: dict[str, str], templates: dict[str, jinja2.Template]) -> 
             templates[name] = environment.from_string(source)
             answer[name] = sorted(jinja2.meta.find_undeclared_variables(environment.parse(source))), ""
         except Exception as fault:  # of any kind: the file says what is compiled
-            answer[name] = [], _said(fault)
+            answer[name] = [], _error_text(fault)
     return json.dumps(answer).encode()
 
 
@@ -213,11 +213,11 @@ def _render(job: dict[str, Any], templates: dict[str, jinja2.Template], most: in
             has_memory = False
             answer.append(("", "it takes too much memory"))
         except Exception as fault:  # of any kind: the file says what is run
-            answer.append(("", _said(fault)))
+            answer.append(("", _error_text(fault)))
     return json.dumps([answer, has_memory]).encode()
 
 
-def _said(fault: Exception) -> str:
+def _error_text(fault: Exception) -> str:
     """Return an exception's text, cut to one line."""
     try:
         text = str(fault)

@@ -512,16 +512,16 @@ def with_numbered_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str,
     named: list[dict[str, Any]] = []
     count = 0
     for message in messages:
-        made = dict(message)
+        copy = dict(message)
         if message.get("tool_calls"):
-            calls = made["tool_calls"] = []
+            calls = copy["tool_calls"] = []
             for call in message["tool_calls"]:
                 ids[call.get("id")] = f"functions.{call['function']['name']}:{count}"
                 calls.append({**call, "id": ids[call.get("id")]})
                 count += 1
         if message.get("tool_call_id") in ids:
-            made["tool_call_id"] = ids[message["tool_call_id"]]
-        named.append(made)
+            copy["tool_call_id"] = ids[message["tool_call_id"]]
+        named.append(copy)
     return named
 
 

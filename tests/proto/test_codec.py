@@ -210,7 +210,7 @@ def test_no_bytes_raise_anything_but_a_typed_error(data: bytes) -> None:
         value = decode(data, REQUEST_LIMITS)
     except MalformedMessage:
         return
-    for convert in (to_generate_request, partial(to_answer, wanted=Result)):
+    for convert in (to_generate_request, partial(to_answer, answer_type=Result)):
         try:
             convert(value)
         except GenbatchError:

@@ -271,7 +271,7 @@ class World:
         assert batcher.slots.seq_pool == set(range(batcher.options.n_parallel)), "a slot is lost"
         assert not batcher.slots.sequences and not batcher.slots.pending
         batcher.ctx.kv.check_integrity()
-        for held in list(batcher.held):
+        for held in list(batcher.held_prompts):
             batcher.slots.drop_held(held)
         assert batcher.ctx.kv.counts().used == 0, "blocks are lost"
 

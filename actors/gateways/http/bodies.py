@@ -429,11 +429,11 @@ _NO_NAME = re.compile(r"[^\w.\[\]-]", re.ASCII)
 @cache  # msgspec evaluates all annotations at each call
 def _structs_in(kind: type[msgspec.Struct]) -> Mapping[str, type[msgspec.Struct]]:
     """Return the types of the fields that hold a Struct or None, by their names."""
-    found: dict[str, type[msgspec.Struct]] = {}
+    kinds: dict[str, type[msgspec.Struct]] = {}
     for info in msgspec.structs.fields(kind):
         for each in filter(_is_struct, get_args(info.type)):
-            found.setdefault(info.name, each)
-    return found
+            kinds.setdefault(info.name, each)
+    return kinds
 
 
 class Fields:

@@ -240,7 +240,7 @@ class Generating:
         results: dict[int, Result] = {}
         failures: list[GenbatchError] = []
 
-        async def one(index: int) -> None:
+        async def answer_choice(index: int) -> None:
             on_token = None if put is None else partial(_put, put, index * request.n)
             try:
                 suffix = f"/{index}" if len(request.requests) > 1 else ""
@@ -253,7 +253,7 @@ class Generating:
 
         async with trio.open_nursery() as nursery:
             for index in range(len(request.requests)):
-                nursery.start_soon(one, index)
+                nursery.start_soon(answer_choice, index)
         if failures:
             raise failures[0]
         return [results[index] for index in sorted(results)]

@@ -447,7 +447,7 @@ class HTTPGateway:
         sockets: ListeningSockets | None = None,
     ) -> None:
         security = security or Security()
-        self._wanted = address
+        self._requested = address
         self._sockets = ListeningSockets() if sockets is None else sockets
         self._owns_sockets = sockets is None
         self._accepting = trio.CancelScope()
@@ -462,7 +462,7 @@ class HTTPGateway:
         self._app = self._make_app(calls, security, strict=strict)
 
     def _make_app(self, calls: HTTPCalls, security: Security, *, strict: bool) -> ASGIApp:
-        address = self._wanted
+        address = self._requested
         check_bind("http", address.url(tls=False), address.host, lacking=security.lacking_for_http)
         return make_app(
             calls,
@@ -501,14 +501,14 @@ class HTTPGateway:
                 stopping.set()
 
     async def _listen(self) -> list[trio.SocketListener]:
-        wanted = self._wanted
+        requested = self._requested
         try:
-            await self._sockets.open(self._door, wanted.tcp)
+            await self._sockets.open(self._door, requested.tcp)
         except AddressError as error:  # an unknown host name is an OSError, too
             raise AddressError(self.address, error.reason) from error
         listening = self._sockets.copies(self._door)
         port = listening[0].getsockname()[1]
-        self.address = HTTPAddress(wanted.host, port).url(tls=self._tls is not None)
+        self.address = HTTPAddress(requested.host, port).url(tls=self._tls is not None)
         return as_listeners(listening)
 
     @property

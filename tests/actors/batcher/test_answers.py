@@ -462,7 +462,7 @@ async def test_an_idle_batcher_notices_a_block_that_nobody_holds_without_going_t
     """With a million positions going through them takes as long as several steps."""
     monkeypatch.setattr(KVCache, "check_integrity", lambda _kv: pytest.fail("every block is looked at"))
     model = tiny_model("llama")
-    with pytest.RaisesGroup(pytest.RaisesExc(AssertionError, match="blocks are used with nobody there")):
+    with pytest.RaisesGroup(pytest.RaisesExc(AssertionError, match="blocks are used without a request")):
         async with trio.open_nursery() as nursery:
             actor = Batcher(lambda: Context(model, TorchRunner(model), n_ctx=256, n_parallel=8, n_held=4))
             bench = Bench(actor, await start(nursery, actor))

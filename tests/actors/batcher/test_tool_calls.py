@@ -242,7 +242,7 @@ def follow(
 ) -> Iterator[Choice]:
     """The answer that is written so; none where its grammar does not allow it."""
     intake = Intake(model, BatcherOptions(), 4096)
-    request = GenerationRequest(wanted=wanted, from_=None, monitor=None, client="", accepted_at=0.0)  # type: ignore[arg-type]
+    request = GenerationRequest(params=wanted, from_=None, monitor=None, client="", accepted_at=0.0)  # type: ignore[arg-type]
     request.prompt_tokens = model.tokenizer.encode(prompt)
     request.grammar = grammar = intake.grammar(wanted)
     assert grammar is not None

@@ -200,7 +200,7 @@ def test_recorded_loads_replay_to_the_same_ticks(tiny_model: TinyModel, tmp_path
         }
         met |= {type(record).__name__ for record in shown}
         arrived = [record for record in shown if isinstance(record, records.Arrived)]
-        met |= {f"n {record.wanted.n}" for record in arrived} | {f"beams {record.beam_width}" for record in arrived}
+        met |= {f"n {record.params.n}" for record in arrived} | {f"beams {record.beam_width}" for record in arrived}
         draws = [draw for record in shown if isinstance(record, records.SteppedRecord) for draw in record.draws if draw]
         met |= {draw.end for draw in draws}
         met |= {"held" for tick in ticks for group in tick.groups for part in group if part.request == 0}

@@ -123,7 +123,7 @@ def test_a_window_needs_its_own_blocks_before_the_end_of_a_hit_and_no_others() -
             cache.insert(1, name, 10 + index)
     # After 12 positions the window begins in block 5, after 10 in block 4; block 3 is in nobody's way.
     assert cache.match(range(12), b"").blocks == [(i, 10 + i if i != 3 else 0) for i in range(6)]
-    assert list(cache.found(names, 0, 6, 12)) == [*((0, i) for i in range(6)), (1, 15)]
+    assert list(cache.entries(names, 0, 6, 12)) == [*((0, i) for i in range(6)), (1, 15)]
     assert cache.match(range(8), b"").blocks == [(0, 10), (1, 11), (2, 12)]  # after 8 it begins in block 3
     cache.forget(0, names[4])
     assert len(cache.match(range(12), b"").blocks) == 3

@@ -103,7 +103,7 @@ def test_the_string_that_ended_the_text_is_told_and_can_be_kept_however_it_is_cu
         for part in parts:
             plain.push(part)
         plain.flush()
-        assert plain.found == keeping.found == found
+        assert plain.stop_string == keeping.stop_string == found
         assert kept == before + (found or "")
 
 
