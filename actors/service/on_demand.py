@@ -15,7 +15,7 @@ from genbatch.actors.engine.child_process import EngineStopped, ManagedModel, Sw
 from genbatch.actors.runtime.supervisor import Task
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import OptionError
-from genbatch.nif.free_memory import free_host_memory
+from genbatch.nif.host import free_host_memory
 from genbatch.nif.models.model_names import written_path
 
 logger = logging.getLogger(__name__)

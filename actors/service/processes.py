@@ -513,16 +513,14 @@ async def open_processes(
     """
     catalog = ModelCatalog([model]) if isinstance(model, EngineOptions) else model
     on_demand = [each for each in catalog.models if isinstance(each, ModelOnDemand)]
-    engine_options = [each.engine if isinstance(each, ModelOnDemand) else each for each in catalog.models]
-    batchers = [each.batcher if isinstance(each, ModelOnDemand) else batcher_options for each in catalog.models]
-    for engine_option, batcher in zip(engine_options, batchers, strict=True):
-        check_start(engine_option, batcher, options, sockets)
-    num_models = len(catalog.models)
-    names = tuple(each.served_model_name for each in engine_options) if num_models > 1 or on_demand else ()
+    of_models = [_options_of(each, batcher_options) for each in catalog.models]
+    for of_engine, of_batcher in of_models:
+        check_start(of_engine, of_batcher, options, sockets)
+    names = tuple(engine.served_model_name for engine, _ in of_models) if len(of_models) > 1 or on_demand else ()
     assert all(names) and len(set(names)) == len(names), names
-    num_kept = num_models - len(on_demand)
+    num_kept = len(of_models) - len(on_demand)
     telemetry = Telemetry()
-    joints = [Joint(place) for place in range(num_models)]
+    joints = [Joint(place) for place in range(len(of_models))]
     spare = SpareEngine(lambda: any(engine.needs_torch for engine in engines)) if options.spare_engine else None
     new_process = new_engine if spare is None else spare.take
 
@@ -530,10 +528,10 @@ async def open_processes(
         start = StartEngine(encode_options(engine), encode_options(batcher))
         return EngineRunner(start, joint, progress or _ignore, new_process)
 
-    engines = [runner(*each) for each in zip(engine_options, batchers, joints, strict=True)]
+    engines = [runner(*each, joint) for each, joint in zip(of_models, joints, strict=True)]
     managed = tuple(each.managed(num_kept + index) for index, each in enumerate(on_demand))
     check_budget(managed, options.model_memory)
-    budget = model_bytes(options.model_memory, engine_options[0].max_memory_percent) if managed else 0
+    budget = model_bytes(options.model_memory, of_models[0][0].max_memory_percent) if managed else 0
     gateway = GatewayRunner(
         StartGateway(encode_options(options), encode_options(batcher_options), of_fleet, names, managed, budget),
         list(joints),
@@ -545,9 +543,9 @@ async def open_processes(
     async with AsyncExitStack() as stack:
         for place, engine in enumerate(engines[:num_kept]):
             name = f"engine of {names[place]}" if names else "engine"
-            await stack.enter_async_context(kept_running(name, _runs(engine), options, telemetry))
+            await stack.enter_async_context(kept_running(name, engine.run, options, telemetry))
         await stack.enter_async_context(
-            kept_running("gateway", lambda: gateway.run, options, telemetry, restart="transient", pause_s=PAUSE_S)
+            kept_running("gateway", gateway.run, options, telemetry, restart="transient", pause_s=PAUSE_S)
         )
         nursery = await stack.enter_async_context(background())
         for switch in switches.values():
@@ -568,8 +566,10 @@ async def open_processes(
         yield ServiceProcesses(engines, gateway, telemetry, names[num_kept:])
 
 
-def _runs(engine: EngineRunner) -> Callable[[], Task]:
-    return lambda: engine.run
+def _options_of(
+    model: EngineOptions | ModelOnDemand, batcher_options: BatcherOptions
+) -> tuple[EngineOptions, BatcherOptions]:
+    return (model.engine, model.batcher) if isinstance(model, ModelOnDemand) else (model, batcher_options)
 
 
 def _ignore(stage: str, done: int, total: int) -> None:
@@ -579,21 +579,21 @@ def _ignore(stage: str, done: int, total: int) -> None:
 @asynccontextmanager
 async def kept_running(
     name: str,
-    start: Callable[[], Task],
+    task: Task,
     options: ServiceOptions,
     telemetry: Telemetry,
     *,
     restart: Restart = "permanent",
     pause_s: float | None = None,
 ) -> AsyncIterator[None]:
-    """Run one child under a supervisor of its own, so that its slow start does not delay other restarts.
+    """Run one task under a supervisor of its own, so that its slow start does not delay other restarts.
 
     Args:
         pause_s: the supervisor's pause at the options' restart limit; see Intensity.
     """
     most = Intensity(max_restarts=options.max_restarts, max_seconds=options.restart_window_s, pause_s=pause_s)
     supervisor = Supervisor(
-        [ChildSpec(name, start, restart=restart, shutdown=SHUTDOWN_S)],
+        [ChildSpec(name, lambda: task, restart=restart, shutdown=SHUTDOWN_S)],
         intensity=most,
         name=name,
         telemetry=telemetry,

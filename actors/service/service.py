@@ -145,7 +145,7 @@ async def _open_process(
     start = StartEngine(encode_options(engine_options), encode_options(batcher_options))
     runner = EngineRunner(start, joint, progress or (lambda stage, done, total: None))
     gateways = LinkedGateways(batcher_options, options, on_hung=lambda reason, _: runner.kill(reason))
-    async with kept_running("engine", lambda: runner.run, options, gateways.telemetry), background() as nursery:
+    async with kept_running("engine", runner.run, options, gateways.telemetry), background() as nursery:
         try:
             await nursery.start(gateways.supervisor.run)
         except StartFailed as error:

@@ -29,8 +29,8 @@ from genbatch.clients.cli.command import UsageError, run_service, with_flag_grou
 from genbatch.clients.cli.connection import LoadingBars, import_engine
 from genbatch.clients.cli.option_flags import DEFAULT_MODEL, ServiceFlags
 from genbatch.clients.cli.settings import ConfigFlags, models_on_demand, settings_of
-from genbatch.nif.cores import multiplies_int8
 from genbatch.nif.engine_options import EngineOptions, is_torchrun, torchrun_rank
+from genbatch.nif.host import multiplies_int8
 from genbatch.nif.models.model_names import written_path
 from genbatch.proto.service_messages import ModelCard, Models
 

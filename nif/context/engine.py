@@ -12,11 +12,10 @@ from typing import Any
 from genbatch.nif.context.context import Context
 from genbatch.nif.context.draft_model import MAX_CATCH_UP, NUM_SLOTS, DraftModel
 from genbatch.nif.context.drafters import DRAFTED_SEQUENCES
-from genbatch.nif.cores import available_cores
 from genbatch.nif.cuda_device import choose_device, has_gpu
 from genbatch.nif.engine_options import GPU_ONLY, OWN_DRAFT, EngineOptions, check_dtype
 from genbatch.nif.errors import AdapterError, ModelError, OptionError
-from genbatch.nif.free_memory import free_host_memory
+from genbatch.nif.host import available_cores, free_host_memory
 from genbatch.nif.kv.cache_size import CacheLimits, CacheSize, FreeMemory, StepShape, cache_size, gpu_memory
 from genbatch.nif.kv.disk_cache import DiskCache
 from genbatch.nif.kv.offload import fingerprint

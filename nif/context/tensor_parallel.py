@@ -40,10 +40,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from genbatch.nif.cores import available_cores
 from genbatch.nif.cuda_device import CPU, Device
 from genbatch.nif.engine_options import EngineOptions, is_torchrun, sent_fields
 from genbatch.nif.errors import DeviceFault, NativeError, OptionError
+from genbatch.nif.host import available_cores
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.model import load_model
 from genbatch.nif.runner import Content, RaggedBatch, Rows

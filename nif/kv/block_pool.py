@@ -21,11 +21,11 @@ positions needs every block of the prefix. A group with a window needs its sinks
 """
 
 import math
-import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from time import monotonic
 from typing import TypeVar
 
 from genbatch.nif.errors import OptionError, OutOfBlocks
@@ -225,8 +225,9 @@ class PrefixCache:
         blocks = [known[name] for known in self._blocks if name in known]
         return tuple(blocks) if len(blocks) == len(self._blocks) else None
 
-    def keep(self, tokens: Sequence[int], key: bytes, until: float) -> None:
-        """Ask to keep a prompt's whole blocks: until that time, other blocks are evicted before them."""
+    def keep(self, tokens: Sequence[int], key: bytes, ttl_s: float) -> None:
+        """Ask to keep a prompt's whole blocks: for so many seconds, other blocks are evicted before them."""
+        until = monotonic() + ttl_s
         for name in self.names(tokens, key, len(tokens) // self.block_size):
             until = max(until, self._kept.pop(name, until))
             _remember(self._kept, name, until)
@@ -290,8 +291,7 @@ class BlockPool:
     Args:
         num_blocks: number of blocks, at least 1.
         on_forget: called with a block's hash, or its tail's name, when the block loses that content.
-        kept_until: returns the time until which callers asked to keep the block with a hash.
-        clock: the time of `kept_until`.
+        kept_until: returns the time of `monotonic` until which callers asked to keep the block with a hash.
 
     Attributes:
         max_kept: most free blocks that are kept because callers asked for it.
@@ -305,7 +305,6 @@ class BlockPool:
         num_blocks: int,
         on_forget: Callable[[bytes], None] | None = None,
         kept_until: Callable[[bytes], float] = lambda content: 0.0,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if num_blocks < 1:
             raise OptionError("num_blocks", f"must be at least 1, not {num_blocks}")
@@ -317,7 +316,6 @@ class BlockPool:
         self.max_kept = 0
         self._on_forget = on_forget
         self._kept_until = kept_until
-        self._clock = clock
         self._uninitialized = list(range(num_blocks - 1, -1, -1))  # a stack, so that low ids are allocated first
         self._initialized: dict[int, None] = {}  # in order of release
         self._passed: dict[int, None] = {}  # initialized blocks that fell behind a window, in order of release
@@ -451,7 +449,7 @@ class BlockPool:
         """Keep a block that becomes free if callers asked for it. More than `max_kept` push out the oldest one."""
         content = self.hashes[block]
         until = 0.0 if content is None or not self.max_kept else self._kept_until(content)
-        if until <= self._clock():
+        if until <= monotonic():
             return False
         self._next_end = min(self._next_end, until)
         self._kept[block] = None
@@ -463,7 +461,7 @@ class BlockPool:
 
     def _end_keeping(self) -> None:
         """Stop keeping the blocks whose time is over. They count as the blocks that were released last."""
-        now = self._clock() if self._kept else 0.0
+        now = monotonic() if self._kept else 0.0
         if not self._kept or now < self._next_end:
             return
         self._next_end = math.inf

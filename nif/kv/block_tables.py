@@ -49,7 +49,6 @@ class BlockTables:
         block_size: int,
         num_sequences: int,
         allow_block_sharing: bool,
-        clock: Callable[[], float],
     ) -> None:
         self.block_size = block_size
         self.windows = [(index, group.window) for index, group in enumerate(groups) if group.window is not None]
@@ -60,7 +59,7 @@ class BlockTables:
         self.pools = tuple(
             BlockPool(count)
             if (cache := self.prefix_cache) is None
-            else BlockPool(count, partial(cache.forget, index), cache.kept_until, clock)
+            else BlockPool(count, partial(cache.forget, index), cache.kept_until)
             for index, count in enumerate(num_blocks)
         )
         self.sequences = [KVSequence.empty(len(groups)) for _ in range(num_sequences)]

@@ -9,7 +9,6 @@ Each layer group has its own pool, and each sequence has one block table per gro
 Between reserve and commit only reads are allowed, and `seq_rm` of a sequence that the step leaves out.
 """
 
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -55,7 +54,6 @@ class KVCache:
         num_sequences: sequence ids are 0 .. num_sequences - 1.
         allow_block_sharing: whether completed blocks are cached by content (the prefix cache).
         max_per_sequence: most positions of one sequence; None means that only the pool limits a sequence.
-        clock: the time of `keep`, in seconds.
 
     Raises:
         OptionError: a number is below 1, or num_blocks and groups differ in length.
@@ -70,7 +68,6 @@ class KVCache:
         num_sequences: int,
         allow_block_sharing: bool = True,
         max_per_sequence: int | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if len(num_blocks) != len(groups) or not groups:
             raise OptionError("num_blocks", f"{len(num_blocks)} pools for {len(groups)} layer groups")
@@ -88,8 +85,7 @@ class KVCache:
         self.num_sequences = num_sequences
         self.max_per_sequence = max_per_sequence
         self._cap = NEVER if max_per_sequence is None else max_per_sequence
-        self._clock = clock
-        self._tables = BlockTables(groups, num_blocks, block_size, num_sequences, allow_block_sharing, clock)
+        self._tables = BlockTables(groups, num_blocks, block_size, num_sequences, allow_block_sharing)
         self._no_blocks = (0,) * len(groups)
         self._open: Reservation | None = None
 
@@ -335,7 +331,7 @@ class KVCache:
         sequence.
         """
         if self._tables.prefix_cache is not None and any(pool.max_kept for pool in self._tables.pools):
-            self._tables.prefix_cache.keep(tokens, key, self._clock() + ttl_s)
+            self._tables.prefix_cache.keep(tokens, key, ttl_s)
 
     @property
     def num_kept(self) -> int:

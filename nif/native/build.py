@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from genbatch.nif.cores import available_cores
 from genbatch.nif.errors import NativeError
+from genbatch.nif.host import available_cores
 from genbatch.nif.models.model_source import OTHER_CACHE, cache_directory
 from genbatch.nif.native.packaged import packaged_library
 from genbatch.nif.trusted_files import NotOurs, is_ours, private_folder

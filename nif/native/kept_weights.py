@@ -40,7 +40,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from filelock import FileLock
 
-from genbatch.nif.cores import available_cores
+from genbatch.nif.host import available_cores
 from genbatch.nif.models.model_source import cache_directory
 from genbatch.nif.native.library import ModelStruct, NativeArena
 from genbatch.nif.trusted_files import NotOurs, is_ours, last_used_ns, private_folder

@@ -6,8 +6,8 @@ from dataclasses import replace
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
-from genbatch.nif.cores import available_cores
 from genbatch.nif.errors import ModelError, OptionError, TensorError
+from genbatch.nif.host import available_cores
 from genbatch.nif.models.architecture import (
     ACTIVATIONS,
     LINEAR_MODULES,

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from genbatch.nif.cores import available_cores
 from genbatch.nif.errors import BatchError, OptionError
+from genbatch.nif.host import available_cores
 from genbatch.nif.models.loaded_model import module_shape
 from genbatch.nif.native.abi import HEADER
 from genbatch.nif.native.adapter_weights import AdapterWeights

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from genbatch.nif import cores
-from genbatch.nif.cores import available_cores, cpu_quota, multiplies_int8
+from genbatch.nif import host
+from genbatch.nif.host import available_cores, cpu_quota, multiplies_int8
 
 V2_HOST = "30 23 0:26 / /sys/fs/cgroup rw,nosuid,nodev,noexec,relatime shared:9 - cgroup2 cgroup2 rw,nsdelegate"
 # docker run --cpus, with a control group namespace, and kubernetes on cgroup v2
@@ -98,7 +98,7 @@ def test_threads_fit_into_the_quota_and_the_affinity(
     monkeypatch: pytest.MonkeyPatch, quota: float | None, threads: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
-    monkeypatch.setattr(cores, "cpu_quota", lambda: quota)
+    monkeypatch.setattr(host, "cpu_quota", lambda: quota)
     assert available_cores() == threads
 
 
@@ -123,7 +123,7 @@ def test_a_real_group_with_a_quota_is_noticed() -> None:
             pytest.skip(f"no quota can be set: {fault}")
         ask = (
             "import os, sys; open(sys.argv[1], 'w').write(str(os.getpid()));"
-            "from genbatch.nif.cores import available_cores, cpu_quota; print(cpu_quota(), available_cores())"
+            "from genbatch.nif.host import available_cores, cpu_quota; print(cpu_quota(), available_cores())"
         )
         command = [sys.executable, "-c", ask, str(inner / "cgroup.procs")]
         assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "1.0 1\n"

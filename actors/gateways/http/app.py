@@ -502,70 +502,13 @@ def make_app(
     # With any of these, a caller without a token may be on another machine, so no caller counts as the operator.
     others = security.http_insecure or security.allowed_hosts or security.allowed_origins
     service = ServiceRoutes(calls, has_operators=only_loopback and not others, new_fields=new_fields)
-    llama = LlamaCppRoutes(calls, new_fields)
     endpoints = [
-        Endpoint(
-            "/v1/chat/completions",
-            Generating(read_chat, calls, open_calls, new_fields),
-            "The next message of a conversation, whole or streamed, with tools. OpenAI's.",
-            ChatFields,
-        ),
-        Endpoint(
-            "/v1/completions",
-            Generating(read_completion, calls, open_calls, new_fields),
-            "How a text, or several, go on. OpenAI's.",
-            CompletionFields,
-        ),
-        Endpoint("/v1/responses", Responses(calls, open_calls, new_fields), "OpenAI's newer API.", ResponseFields),
-        Endpoint(
-            "/v1/messages", Messages(read_message, calls, open_calls, new_fields), "Anthropic's API.", MessageFields
-        ),
-        Endpoint("/v1/messages/count_tokens", service.count_tokens, "How many tokens that would be.", CountFields),
-        Endpoint("/v1/models", service.models, "The models that are served."),
-        Endpoint("/v1/models/{name:path}", service.model, "One of them."),
+        *_generating_endpoints(calls, open_calls, new_fields),
         *_reading_endpoints(calls, open_calls, new_fields),
-        Endpoint(
-            "/v1/fim/completions",
-            Generating(read_fim, calls, open_calls, new_fields),
-            "The text between a prompt and a suffix. Mistral's.",
-            FimFields,
-        ),
         *_ollama_endpoints(calls, open_calls, new_fields),
         *_batch_endpoints(batches),
-        Endpoint(
-            "/completion",
-            LlamaCppGenerating(read_llama_completion, calls, open_calls, new_fields),
-            "How a text goes on. llama.cpp's.",
-            LlamaCompletionFields,
-        ),
-        Endpoint(
-            "/infill",
-            LlamaCppGenerating(read_infill, calls, open_calls, new_fields),
-            "The text between a prefix and a suffix. llama.cpp's.",
-            InfillFields,
-        ),
-        Endpoint("/apply-template", llama.apply_template, "The prompt of a chat. llama.cpp's.", ChatFields),
-        Endpoint("/props", llama.props, "The length of the context and the number of slots. llama.cpp's."),
-        Endpoint("/slots", llama.slots, "Which slots are taken; `fail_on_no_slot=1` is 503 if all are. llama.cpp's."),
-        Endpoint("/tokenize", service.to_tokens, "The token ids of a text or of messages.", TokenizeBody),
-        Endpoint("/detokenize", service.to_text, "The text of token ids.", DetokenizeBody),
-        Endpoint(
-            "/v1/load_lora_adapter",
-            service.load_adapter,
-            "Serves a LoRA adapter, too. For the operator. vLLM's.",
-            LoadAdapterBody,
-        ),
-        Endpoint(
-            "/v1/unload_lora_adapter",
-            service.unload_adapter,
-            "Unloads a LoRA adapter once its requests have ended. For the operator. vLLM's.",
-            UnloadAdapterBody,
-        ),
-        Endpoint("/models/load", service.load_model, "Loads a model on demand now. llama.cpp's.", LoadModelBody),
-        Endpoint("/models/unload", service.unload_model, "Unloads it. llama.cpp's.", LoadModelBody),
-        Endpoint("/health", service.health, "200 while requests get done, else 503 with the reason in status."),
-        Endpoint("/stats", service.stats, "The counters as JSON."),
-        Endpoint("/metrics", service.metrics, "The counters for Prometheus."),
+        *_llama_cpp_endpoints(calls, open_calls, new_fields),
+        *_service_endpoints(service),
     ]
     routes = [
         *(
@@ -586,6 +529,22 @@ def make_app(
         hosts=security.allowed_hosts,
         origins=security.allowed_origins,
     )
+
+
+def _generating_endpoints(calls: HTTPCalls, open_calls: OpenCalls, new_fields: NewFields) -> list[Endpoint]:
+    chat, completion, fim = (
+        Generating(read, calls, open_calls, new_fields) for read in (read_chat, read_completion, read_fim)
+    )
+    responses = Responses(calls, open_calls, new_fields)
+    messages = Messages(read_message, calls, open_calls, new_fields)
+    next_message = "The next message of a conversation, whole or streamed, with tools. OpenAI's."
+    return [
+        Endpoint("/v1/chat/completions", chat, next_message, ChatFields),
+        Endpoint("/v1/completions", completion, "How a text, or several, go on. OpenAI's.", CompletionFields),
+        Endpoint("/v1/responses", responses, "OpenAI's newer API.", ResponseFields),
+        Endpoint("/v1/messages", messages, "Anthropic's API.", MessageFields),
+        Endpoint("/v1/fim/completions", fim, "The text between a prompt and a suffix. Mistral's.", FimFields),
+    ]
 
 
 def _reading_endpoints(calls: HTTPCalls, open_calls: OpenCalls, new_fields: NewFields) -> list[Endpoint]:
@@ -612,13 +571,13 @@ def _batch_endpoints(runner: BatchRunner | None) -> list[Endpoint]:
     return [
         Endpoint("/v1/files", batches.upload, "Keeps a file of requests, sent as a form. OpenAI's.", verb="POST"),
         Endpoint("/v1/files", batches.files, "The files that are kept. OpenAI's."),
-        Endpoint("/v1/files/{id}", batches.file, "One of them. OpenAI's."),
-        Endpoint("/v1/files/{id}", batches.delete, "Deletes it. OpenAI's.", verb="DELETE"),
-        Endpoint("/v1/files/{id}/content", batches.content, "Its content. OpenAI's."),
+        Endpoint("/v1/files/{id}", batches.file, "One file. OpenAI's."),
+        Endpoint("/v1/files/{id}", batches.delete, "Deletes a file. OpenAI's.", verb="DELETE"),
+        Endpoint("/v1/files/{id}/content", batches.content, "The content of a file. OpenAI's."),
         Endpoint("/v1/batches", batches.create, "Evaluates a file where there is room. OpenAI's.", BatchFields),
         Endpoint("/v1/batches", batches.batches, "The batches. OpenAI's."),
-        Endpoint("/v1/batches/{id}", batches.batch, "One of them. OpenAI's."),
-        Endpoint("/v1/batches/{id}/cancel", batches.cancel, "Ends it. OpenAI's.", verb="POST"),
+        Endpoint("/v1/batches/{id}", batches.batch, "One batch. OpenAI's."),
+        Endpoint("/v1/batches/{id}/cancel", batches.cancel, "Cancels a batch. OpenAI's.", verb="POST"),
     ]
 
 
@@ -633,8 +592,41 @@ def _ollama_endpoints(calls: HTTPCalls, open_calls: OpenCalls, new_fields: NewFi
         Endpoint("/api/embeddings", models.embeddings, "The same of one text. Ollama's.", OllamaEmbeddingFields),
         Endpoint("/api/tags", models.tags, "The models that are served. Ollama's."),
         Endpoint("/api/ps", models.ps, "The models that are loaded. Ollama's."),
-        Endpoint("/api/show", models.show, "One of them. Ollama's.", OllamaShowFields),
+        Endpoint("/api/show", models.show, "One model. Ollama's.", OllamaShowFields),
         Endpoint("/api/version", models.version, "The version of Ollama's API that this is."),
+    ]
+
+
+def _llama_cpp_endpoints(calls: HTTPCalls, open_calls: OpenCalls, new_fields: NewFields) -> list[Endpoint]:
+    completion, infill = (
+        LlamaCppGenerating(read, calls, open_calls, new_fields) for read in (read_llama_completion, read_infill)
+    )
+    llama = LlamaCppRoutes(calls, new_fields)
+    return [
+        Endpoint("/completion", completion, "How a text goes on. llama.cpp's.", LlamaCompletionFields),
+        Endpoint("/infill", infill, "The text between a prefix and a suffix. llama.cpp's.", InfillFields),
+        Endpoint("/apply-template", llama.apply_template, "The prompt of a chat. llama.cpp's.", ChatFields),
+        Endpoint("/props", llama.props, "The length of the context and the number of slots. llama.cpp's."),
+        Endpoint("/slots", llama.slots, "Which slots are taken; `fail_on_no_slot=1` is 503 if all are. llama.cpp's."),
+    ]
+
+
+def _service_endpoints(service: ServiceRoutes) -> list[Endpoint]:
+    load, unload = service.load_adapter, service.unload_adapter
+    unloads = "Unloads a LoRA adapter once its requests have ended. For the operator. vLLM's."
+    return [
+        Endpoint("/v1/messages/count_tokens", service.count_tokens, "The number of a message's tokens.", CountFields),
+        Endpoint("/v1/models", service.models, "The models that are served."),
+        Endpoint("/v1/models/{name:path}", service.model, "One model."),
+        Endpoint("/tokenize", service.to_tokens, "The token ids of a text or of messages.", TokenizeBody),
+        Endpoint("/detokenize", service.to_text, "The text of token ids.", DetokenizeBody),
+        Endpoint("/v1/load_lora_adapter", load, "Loads a LoRA adapter. For the operator. vLLM's.", LoadAdapterBody),
+        Endpoint("/v1/unload_lora_adapter", unload, unloads, UnloadAdapterBody),
+        Endpoint("/models/load", service.load_model, "Loads a model on demand now. llama.cpp's.", LoadModelBody),
+        Endpoint("/models/unload", service.unload_model, "Unloads a model. llama.cpp's.", LoadModelBody),
+        Endpoint("/health", service.health, "200 while requests get done, else 503 with the reason in status."),
+        Endpoint("/stats", service.stats, "The counters as JSON."),
+        Endpoint("/metrics", service.metrics, "The counters for Prometheus."),
     ]
 
 

@@ -52,7 +52,7 @@ class Bench:
         assert actor.slots.seq_pool == set(range(actor.options.n_parallel))
         assert (actor.slots.sequences, actor.slots.pending, list(actor.requests)) == ({}, [], [])
         actor.ctx.kv.check_integrity()
-        for held in list(actor.held):
+        for held in list(actor.held_prompts):
             actor.ctx.seq_rm(actor.held.drop(held))
         assert actor.ctx.kv.counts().used == 0
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from genbatch.nif.cuda_device import Device
-from genbatch.nif.free_memory import free_host_memory
+from genbatch.nif.host import free_host_memory
 from genbatch.nif.kv.cache_size import gpu_memory
 from tests.nif.test_cores import V2_CONTAINER, V2_HOST
 

@@ -8,6 +8,7 @@ of the block before its own, and all of its own block.
 """
 
 from collections.abc import Sequence
+from unittest.mock import patch
 
 import pytest
 from hypothesis import settings
@@ -22,6 +23,7 @@ from hypothesis.stateful import (
 )
 
 from genbatch.nif.errors import BatchError, OutOfBlocks
+from genbatch.nif.kv import block_pool
 from genbatch.nif.kv.kv_cache import KVCache
 from genbatch.nif.runner import LayerGroup
 from tests.nif.kv.reading import num_evicted
@@ -56,9 +58,10 @@ class KVCacheMachine(RuleBasedStateMachine):
             block_size=_BLOCK_SIZE,
             num_sequences=_NUM_SEQUENCES,
             allow_block_sharing=self.allow_block_sharing,
-            clock=lambda: self.now,
         )
         self.now = 0.0
+        self._clock = patch.object(block_pool, "monotonic", lambda: self.now)
+        self._clock.start()
         self.kv.allow_keeping(0.4)
         self.model: list[list[int]] = [[] for _ in range(_NUM_SEQUENCES)]
         self.slots: list[dict[int, int]] = [{} for _ in groups]  # per group, slot -> what was written there
@@ -232,6 +235,8 @@ class KVCacheMachine(RuleBasedStateMachine):
                     assert [self.slots[group][slot] for slot in slots] == expected
 
     def teardown(self) -> None:
+        if hasattr(self, "_clock"):
+            self._clock.stop()
         if hasattr(self, "kv"):
             for seq_id in range(_NUM_SEQUENCES):
                 self.kv.seq_rm(seq_id)

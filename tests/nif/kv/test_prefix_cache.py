@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from genbatch.nif.kv import block_pool
 from genbatch.nif.kv.block_pool import PrefixCache, prefix_key, root_hash
 from genbatch.nif.kv.kv_cache import KVCache
 from genbatch.nif.runner import LayerGroup
@@ -70,7 +71,7 @@ def test_blocks_already_held_are_not_looked_up() -> None:
     cache = _filled(range(12), b"")
     names: list[bytes] = []
     cache.extend_hashes(names, range(4), b"")
-    match = cache.match(range(12), b"", held=names, max_blocks=2)
+    match = cache.match(range(12), b"", first_names=names, max_blocks=2)
     assert match.blocks == [(1,)]
     assert cache.num_hit_tokens == 4
 
@@ -183,9 +184,8 @@ class Prompts:
     """Prompts of two blocks each, which come to a cache of eight blocks and go."""
 
     def __init__(self, share: float, *windows: int | None) -> None:
-        self.now = 0.0
         groups = _groups(*(windows or (None,)))
-        self.kv = KVCache(groups, num_blocks=[8] * len(groups), block_size=4, num_sequences=1, clock=lambda: self.now)
+        self.kv = KVCache(groups, num_blocks=[8] * len(groups), block_size=4, num_sequences=1)
         self.kv.allow_keeping(share)
 
     def comes(self, number: int, key: bytes = b"") -> int:
@@ -201,7 +201,9 @@ class Prompts:
         self.kv.keep([number] * 9, key, ttl_s)
 
 
-def test_a_prompt_that_is_kept_outlives_newer_ones_until_its_time_is_over() -> None:
+def test_a_prompt_that_is_kept_outlives_newer_ones_until_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(block_pool, "monotonic", lambda: now)
     prompts = Prompts(0.5)
     for number in (1, 2):
         prompts.comes(number)
@@ -210,7 +212,7 @@ def test_a_prompt_that_is_kept_outlives_newer_ones_until_its_time_is_over() -> N
     for number in range(10, 20):
         assert prompts.comes(number) == 0
     assert prompts.comes(2) == 0 and prompts.comes(1) == 8
-    prompts.now = 10.0
+    now = 10.0
     assert prompts.kv.num_kept == 0
     for number in range(10, 20):
         prompts.comes(number)
@@ -242,14 +244,16 @@ def test_the_operator_bounds_what_is_kept_and_the_oldest_goes_first() -> None:
     assert off.kv.num_kept == 0
 
 
-def test_a_prompt_is_kept_for_its_owner_alone_and_for_the_longest_time_asked() -> None:
+def test_a_prompt_is_kept_for_its_owner_alone_and_for_the_longest_time_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(block_pool, "monotonic", lambda: now)
     prompts = Prompts(0.5)
     prompts.keep(1, 10.0, b"one")
     prompts.keep(1, 5.0, b"one")
     prompts.comes(1, b"other")
     assert prompts.kv.num_kept == 0
     prompts.comes(1, b"one")
-    prompts.now = 6.0
+    now = 6.0
     assert prompts.kv.num_kept == 2
 
 

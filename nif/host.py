@@ -1,12 +1,20 @@
-"""The cores that this process may use: its CPU affinity and, in a container, its CPU quota.
+"""What the host gives this process: cores and memory, within the limits of its control groups. No torch.
 
-A quota is a share of each period of 100 ms or so. More threads than it has cores for use it up early in the period,
+A CPU quota is a share of each period of 100 ms or so. More threads than it has cores for use it up early in the period,
 and then all of them stand still. It may be set for the process's own control group or for any group above it.
 """
 
 import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+
+# By the version of control groups: limit file, usage file, key in memory.stat of the reclaimable page cache.
+_FILES = {
+    "cgroup2": ("memory.max", "memory.current", "inactive_file"),
+    "cgroup": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+# Instructions that multiply bytes: VNNI and AMX on x86, SDOT and SMMLA on ARM, by their names in /proc/cpuinfo.
+_INT8_FLAGS = frozenset({"avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm"})
 
 
 def available_cores() -> int:
@@ -22,11 +30,42 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
     Args:
         root: holds proc/self and the mounted control groups.
     """
-    quotas = [quota for kind, directory in control_groups("cpu", root) if (quota := _read(directory, kind)) is not None]
+    quotas = [
+        quota for kind, directory in _control_groups("cpu", root) if (quota := _quota(directory, kind)) is not None
+    ]
     return min(quotas, default=None)
 
 
-def control_groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[str, Path]]:
+def multiplies_int8(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Return whether the CPU multiplies bytes in vectors, which makes `quantize="int8"` fast; False if unknown."""
+    try:
+        words = cpuinfo.read_text().split()
+    except OSError:
+        return False
+    return not _INT8_FLAGS.isdisjoint(words)
+
+
+def free_host_memory(root: Path = Path("/")) -> int | None:
+    """Return the bytes that this process can still use: MemAvailable, or a control group's lower limit.
+
+    Args:
+        root: the folder where proc and sys are mounted.
+
+    Returns:
+        The bytes, or None if the system does not tell (no /proc/meminfo).
+    """
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    if "MemAvailable" not in fields:
+        return None
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    return max(0, min([available, *_cgroup_rooms(root)]))
+
+
+def _control_groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[str, Path]]:
     """Yield this process's control groups and those above them, of version 1 ("cgroup") and 2 ("cgroup2").
 
     Args:
@@ -71,7 +110,7 @@ def _up_to(folder: Path, group: PurePosixPath) -> Iterator[Path]:
     yield from (folder / step for step in (inside, *inside.parents))
 
 
-def _read(directory: Path, kind: str) -> float | None:
+def _quota(directory: Path, kind: str) -> float | None:
     try:
         if kind == "cgroup2":
             quota, period = (directory / "cpu.max").read_text().split()
@@ -83,14 +122,27 @@ def _read(directory: Path, kind: str) -> float | None:
         return None  # no quota is set here ("max", -1), or the group has none
 
 
-# Instructions that multiply bytes: VNNI and AMX on x86, SDOT and SMMLA on ARM, by their names in /proc/cpuinfo.
-_INT8_FLAGS = frozenset({"avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm"})
+def _cgroup_rooms(root: Path) -> Iterator[int]:
+    """Yield the free bytes of each control group around this process."""
+    for kind, folder in _control_groups("memory", root):
+        limit_file, usage_file, reclaimable_key = _FILES[kind]
+        limit, usage = _number(folder / limit_file), _number(folder / usage_file)
+        if limit is not None and usage is not None:
+            yield limit - usage + _statistic(folder / "memory.stat", reclaimable_key)
 
 
-def multiplies_int8(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Return whether the CPU multiplies bytes in vectors, which makes `quantize="int8"` fast; False if unknown."""
+def _number(path: Path) -> int | None:
     try:
-        words = cpuinfo.read_text().split()
+        text = path.read_text().strip()
     except OSError:
-        return False
-    return not _INT8_FLAGS.isdisjoint(words)
+        return None
+    return None if text == "max" else int(text)
+
+
+def _statistic(path: Path, key: str) -> int:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    fields = dict(line.split(" ", 1) for line in lines)
+    return int(fields.get(key, 0))
