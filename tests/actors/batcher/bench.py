@@ -53,7 +53,7 @@ class Bench:
         assert (actor.slots.sequences, actor.slots.pending, list(actor.requests)) == ({}, [], [])
         actor.ctx.kv.check_integrity()
         for held in list(actor.held_prompts):
-            actor.ctx.seq_rm(actor.held.drop(held))
+            actor.ctx.seq_rm(actor.held_prompts.drop(held))
         assert actor.ctx.kv.counts().used == 0
 
 

@@ -469,7 +469,7 @@ async def test_an_idle_batcher_notices_a_block_that_nobody_holds_without_going_t
             system = Message(role="system", content="You answer in one short sentence, and you are always polite.")
             for question in ("one", "two", "three"):
                 await bench.generate(messages=[system, Message(role="user", content=question)])
-            assert len(actor.held) == 1 and actor.ctx.kv.counts().used > 0, "what is held belongs there"
+            assert len(actor.held_prompts) == 1 and actor.ctx.kv.counts().used > 0, "what is held belongs there"
             actor.ctx.kv.reserve([(7, [5, 6], 0)]).commit()
             with pytest.raises(ActorDown):
                 await bench.generate(prompt="a")

@@ -433,10 +433,10 @@ async def test_a_held_prompt_that_is_shared_again_is_the_last_to_make_room(
         for system in ("You are brief and kind.", "You sing every answer."):
             for question in ("one", "two", "three"):
                 await bench.generate(**asks(system, question))
-        first, second = bench.actor.held
+        first, second = bench.actor.held_prompts
         mock_clock.jump(5.0)
         await bench.generate(**asks("You are brief and kind.", "four"))
-        assert bench.actor.held.droppable() == [second, first]
+        assert bench.actor.held_prompts.droppable() == [second, first]
 
 
 @pytest.mark.trio

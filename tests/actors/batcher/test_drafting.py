@@ -72,7 +72,7 @@ async def serving(
         yield actor, ref
         assert actor.slots.seq_pool == set(range(chosen.n_parallel))
         actor.ctx.kv.check_integrity()
-        for held in list(actor.held):
+        for held in list(actor.held_prompts):
             actor.slots.drop_held(held)
         assert actor.ctx.kv.counts().used == 0
         await ref.stop()
