@@ -157,12 +157,12 @@ def no_address(address: str, expected: str) -> Unavailable:
     elif separator:
         reason = f"it must be {expected}"
     elif address.startswith(("/", ".", "~")):
-        reason = f"it begins with no scheme; ipc://{address} is a service's --bind, unix://{address} its --rpc-bind"
+        reason = f"it has no scheme; ipc://{address} is a service's --bind, unix://{address} its --rpc-bind"
     elif address.rpartition(":")[2].isdecimal():
-        reason = f"it begins with no scheme; tcp://{address} is a service's --bind, rpc://{address} its --rpc-bind"
+        reason = f"it has no scheme; tcp://{address} is a service's --bind, rpc://{address} its --rpc-bind"
     else:
         reason = f"it must be {expected}"
-    return Unavailable(f"{address} is no address to connect to: {reason}")
+    return Unavailable(f"{address} is not an address of a service: {reason}")
 
 
 ZEROMQ_ADDRESSES = "ipc://PATH or tcp://HOST:PORT"
@@ -456,7 +456,7 @@ def load_client_keys(client_key: str | None, server_key: str | None) -> ClientKe
     if client_key is not None:
         return ClientKeys.load(client_key, server_key)
     if server_key is not None:
-        raise ValueError("server_key without client_key: a service that has keys wants the client's too")
+        raise ValueError("server_key without client_key: a service with keys requires the client's keys, too")
     return None
 
 
@@ -483,14 +483,16 @@ def read_refusal(event: bytes, address: str, *, has_keys: bool) -> Unauthenticat
         return Unauthenticated(f"the service at {address} does not have this client's key on its list")
     if kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
         if has_keys:
-            return Unauthenticated(f"the service at {address} has no keys: connect without one, if you trust the way")
+            return Unauthenticated(
+                f"the service at {address} has no keys: connect without one, if you trust the network"
+            )
         return Unauthenticated(f"the service at {address} asks for a key: give client_key (--client-key FILE)")
     return None
 
 
 def no_answer(address: str, timeout: float, *, has_keys: bool) -> str:
     """Return the error text for a connection that timed out."""
-    other = "another one than the server key belongs to" if has_keys else "one that asks for a key"
+    other = "another service than the server key belongs to" if has_keys else "one that asks for a key"
     hint = f", or it is {other}, or the address is no --bind" if has_keys or address.startswith("tcp://") else ""
     return f"no service answers at {address} within {timeout:g} s{hint}"
 

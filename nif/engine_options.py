@@ -231,7 +231,7 @@ class EngineOptions:
             if not getattr(self, option) >= 0:  # also refuses NaN
                 raise OptionError(option, f"must be at least 0, not {getattr(self, option)}")
         if isinstance(self.lora, str):
-            raise OptionError("lora", f"a list of NAME=DIR is wanted, not {self.lora!r}")
+            raise OptionError("lora", f"must be a list of NAME=DIR, not {self.lora!r}")
         for source in self.lora:
             if not all(source.partition("=")):
                 raise OptionError("lora", f"{source!r} is not NAME=DIR")

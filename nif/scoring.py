@@ -95,7 +95,7 @@ def classifier_scoring(model: str, directory: Path, config: Any) -> Scoring:
     labels = tuple(str(config.id2label.get(number, number)) for number in range(config.num_labels))
     settings = read_object(model, directory / "config_sentence_transformers.json")
     if _default_prompt(settings):
-        raise ModelError(model, "it wants a prompt in front of every pair, which is served for chat templates only")
+        raise ModelError(model, "it needs a prompt in front of every pair, which only chat templates support")
     if (activation := _named_activation(model, settings, config)) is None:
         multiple = getattr(config, "problem_type", None) == "multi_label_classification"
         activation = SIGMOID if len(labels) == 1 or multiple else SOFTMAX

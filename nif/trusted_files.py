@@ -26,7 +26,7 @@ class NotOurs(NativeError):
     """Another user could have written the file; the message says who, where, and what to do."""
 
     def __init__(self, path: Path, reason: str) -> None:
-        super().__init__(f"{path} {reason}: what is there is not believed")
+        super().__init__(f"{path} {reason}: genbatch does not trust this file")
         self.path = path
 
 

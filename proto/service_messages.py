@@ -88,7 +88,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Models(msgspec.Struct, frozen=True, kw_only=True):
-    """The models that are served."""
+    """The served models."""
 
     models: tuple[ModelCard, ...]
 

@@ -510,7 +510,7 @@ def _check_lengths(request: GenerateRequest, limits: RequestLimits) -> None:
     _check_given_range("max_thinking_tokens", request.max_thinking_tokens, 0, MAX_COUNT)
     for name in ("reasoning_effort", "max_thinking_tokens"):
         if getattr(request, name) is not None and not request.messages:
-            raise InvalidRequest(name, "goes with messages only: a chat template says how thinking is marked")
+            raise InvalidRequest(name, "goes with messages only: thinking is marked by the chat template")
     # guard: cap on n
     _check_range("n", request.n, 1, limits.max_n)
     if request.cache_ttl_s is not None:

@@ -35,11 +35,11 @@ from genbatch.proto.validation import validate_embed, validate_score
 Asked = TypeVar("Asked", EmbedRequest, ScoreRequest)
 
 NO_EMBEDDINGS = (
-    "there are no embeddings: this model was trained to continue text, and its hidden states are no measure of "
-    "what a text means; use a model that was trained for embeddings"
+    "there are no embeddings: this model was trained to generate text, and its hidden states do not measure "
+    "meaning; use an embedding model"
 )
-NO_VECTORS = "it scores texts and gives no embeddings: ask for its scores"
-NO_TEXT = "does not continue text: ask a model that does"
+NO_VECTORS = "it scores texts and gives no embeddings; request its scores"
+NO_TEXT = "does not generate text; use a model that does"
 # The share of the queue that embeddings may fill, so that a flood of them leaves room for generation.
 QUEUE_SHARE = 0.5
 
@@ -266,7 +266,7 @@ class TextIntake(Generic[Asked]):
             InvalidRequest: the service has no priorities.
         """
         if request.priority and not self._options.priority_ageing_s:
-            raise InvalidRequest("priority", "this service serves everyone alike (priority_ageing_s is 0)")
+            raise InvalidRequest("priority", "priorities are off in this service (priority_ageing_s is 0)")
 
     def start(self, request: TextsRequest[Asked], texts: list[list[int]], longest: Callable[..., int]) -> None:
         """Make sequences of a request's texts.
@@ -360,7 +360,7 @@ def _sizes(shorter: frozenset[int]) -> str:
     return ", ".join(map(str, sorted(shorter)))
 
 
-NO_SCORES = "it scores no texts: ask a reranker or a classifier"
+NO_SCORES = "it scores no texts; use a reranker or a classifier"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

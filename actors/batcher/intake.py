@@ -130,7 +130,7 @@ class Intake:
         if not message.is_validated:
             validate_generate(message, self._options.limits)
         if params.priority and not self._options.priority_ageing_s:
-            raise InvalidRequest("priority", "this service serves everyone alike (priority_ageing_s is 0)")
+            raise InvalidRequest("priority", "priorities are off in this service (priority_ageing_s is 0)")
         self._check_length(params)
         self._check_tokens(params.token_ids or ())
         for choice, drawn in enumerate(message.drawn):
@@ -186,7 +186,7 @@ class Intake:
         if beam_width == 1:
             return
         if request.max_tokens == 0:
-            raise InvalidRequest("max_tokens", "must be at least 1: a beam search is for what follows the prompt")
+            raise InvalidRequest("max_tokens", "must be at least 1 for a beam search")
         plain = GenerateRequest()
         for name in SAMPLING_PARAMETERS:
             if getattr(request, name) not in (getattr(plain, name), SAMPLING_DEFAULTS.get(name)):

@@ -289,7 +289,7 @@ class OpenRequests:
     def _waited_in_vain(self, request: Request) -> DeadlineExceeded:
         waited_s, service_s = request.limits.wait_s or 0.0, self._journal.stats.median_service()
         return DeadlineExceeded(
-            f"no slot was free for {waited_s:g} s, and this service lets no request wait longer for one",
+            f"no slot was free for {waited_s:g} s, the longest wait of this service",
             retry_after_ms=max(1, round(1000 * (waited_s if service_s is None else service_s))),
         )
 
@@ -405,7 +405,7 @@ class DiskBlocks:
         if reading is None or message.number not in self._unread:  # its blocks are being copied
             return
         if not self._late:
-            log.warning("the prefix cache on disk has not answered for %g s, and is not asked until it does", LATE_S)
+            log.warning("the prefix cache on disk has not answered for %g s, and is not used until it answers", LATE_S)
         self._late.add(message.number)
         self._finish(reading)
 

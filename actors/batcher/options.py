@@ -75,7 +75,9 @@ class Admission:
         # guard: bound of the queue
         if load.waiting + num_sequences > self.max_queue + load.free_slots:
             retry_ms = self._retry_ms(load.waiting + num_sequences - self.max_queue - load.free_slots, load)
-            raise QueueFull(f"{load.waiting} requests are waiting, {self.max_queue} may", retry_after_ms=retry_ms)
+            raise QueueFull(
+                f"{load.waiting} requests are waiting; at most {self.max_queue} may wait", retry_after_ms=retry_ms
+            )
         # A client's only request needs a place and no share. In-process requests have no client name, and no share
         # applies.
         if client and load.open_of.get(client):
@@ -84,7 +86,7 @@ class Admission:
         # guard: hopeless deadline
         if patience_s is not None and expected_s is not None and expected_s > patience_s:
             raise DeadlineExceeded(
-                f"the wait is about {expected_s:.1f} s, and {patience_s:.1f} s are allowed",
+                f"the expected wait is {expected_s:.1f} s, and the request allows {patience_s:.1f} s",
                 retry_after_ms=max(LEAST_RETRY_MS, round(1000 * (expected_s - patience_s))),
             )
 
@@ -94,7 +96,7 @@ class Admission:
         # guard: a client's share of the queue
         if mine + num_sequences > most + load.free_slots:
             raise QueueFull(
-                f"{mine} of this client's requests are waiting, {most:g} may: the other places are for other clients",
+                f"this client has {mine} waiting requests; at most {most:g} may wait: the others are for other clients",
                 retry_after_ms=self._retry_ms(
                     self._turns(mine + num_sequences - most - load.free_slots, client, load), load
                 ),
@@ -106,7 +108,7 @@ class Admission:
         # guard: a client's open requests
         if num_open + num_sequences > most:
             raise QueueFull(
-                f"this client has {num_open} requests open, {most:g} may be while others are served",
+                f"this client has {num_open} open requests; at most {most:g} may be open while others are served",
                 # Its own sequences must end first, and other clients' sequences end meanwhile.
                 retry_after_ms=self._retry_ms(
                     (num_open + num_sequences - most) * self.n_parallel / max(1, num_open - mine), load

@@ -173,7 +173,7 @@ class BatcherParts(GenServer):
         try:
             await self._tokenizing.run(self.ctx.model.tokenizer.rehearse)
         except Exception as error:  # a request with the same fault gets it as its error
-            log.warning("a first conversation for nobody could not be read: %r", error)
+            log.warning("the tokenizer's warm-up failed: %r", error)
 
     async def _rehearse_steps(self) -> None:
         runner = self.ctx.runner
@@ -184,7 +184,7 @@ class BatcherParts(GenServer):
                 self.rehearsed = ()
             self.rehearsed = self.rehearsed or await self._timed_steps()
         except Exception as error:  # a request with the same fault gets it as its error
-            log.warning("a first step for nobody has failed: %r", error)
+            log.warning("the warm-up step failed: %r", error)
         for step in self.rehearsed:
             self.times.took(step.work, step.seconds)
 

@@ -333,7 +333,7 @@ class Planner:
                     raise SchedulerError(f"nothing is planned, and {len(active)} requests could run")
                 for request in plan.paused_requests:
                     if _slotted(request).num_vain_pauses >= MAX_VAIN_PAUSES:
-                        raise SchedulerError(f"request {request.request_id} is paused before it gets anywhere")
+                        raise SchedulerError(f"request {request.request_id} is paused again and again without progress")
             except Exception as error:  # a user's scheduler may raise anything
                 self._report(error)
                 return self._ask(self._fallback, active, inflight)

@@ -66,7 +66,7 @@ class SessionFiles:
                 self._make_room(size, path)
                 self._write(path, state)
         except NotOurs as fault:
-            raise _not_kept("others may write to its folder") from fault
+            raise _not_kept("other users may write to its folder") from fault
         except OSError as fault:
             raise _not_kept(fault.strerror or str(fault)) from fault
         return size

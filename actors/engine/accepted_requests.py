@@ -306,7 +306,9 @@ class AcceptedRequests:
             # guard: poison
             if forgiven_at is not None:
                 retry_ms = round(1000 * (forgiven_at - now))
-                raise EngineLost("the engine died twice while it worked on such a request", 0, retry_after_ms=retry_ms)
+                raise EngineLost(
+                    "the engine died twice while it worked on a request like this one", 0, retry_after_ms=retry_ms
+                )
 
 
 def _fingerprint(request: Wanted) -> bytes:

@@ -91,7 +91,7 @@ def _load_again(engine: Engine, adapters: Sequence[AdapterSource]) -> None:
         try:
             adapter = engine.adapters.read(source.name, Path(source.path))
             if adapter.digest != source.digest:
-                raise AdapterError(source.name, f"{source.path} is not what it was when the adapter was loaded")
+                raise AdapterError(source.name, f"{source.path} has changed since the adapter was loaded")
             engine.adapters.add(adapter)
         except AdapterError as error:
             logger.error("an adapter could not be loaded again: %s", error)

@@ -318,7 +318,7 @@ class RemoteBatcher:
             validate_texts(message.request, self.options.limits)
         else:
             if message.keep is not None:
-                raise InvalidRequest(None, "logits are kept by an engine in the caller's process only")
+                raise InvalidRequest(None, "only an engine in the caller's process returns logits")
             validate_generate(message, self.options.limits)
         fault = why_unsendable(message.request)
         if fault is not None:

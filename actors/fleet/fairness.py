@@ -165,12 +165,12 @@ class Line:
         mine = sum(waiter.account == account for waiter in self._waiting)
         count = len(self._waiting)
         if count >= self.limit:
-            raise QueueFull("no replica is there, and enough requests wait for one", retry_after_ms=self.retry_ms)
+            raise QueueFull("no replica is available, and the queue for one is full", retry_after_ms=self.retry_ms)
         most = most_waiting(self.limit, count - mine, MAX_SHARE)
         if mine and mine + 1 > most:  # a client's only request needs a place and no share
             raise QueueFull(
-                f"no replica is there, {mine} requests of this client wait for one, and {most:g} may: the other places "
-                "are for other clients",
+                f"no replica is available, and this client has {mine} waiting requests; at most {most:g} may wait: "
+                "the other places are for other clients",
                 retry_after_ms=self.retry_ms,
             )
 

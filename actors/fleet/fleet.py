@@ -291,7 +291,7 @@ class Fleet:
     async def _accept(self, message: Generate) -> Result:
         self._check_draining()
         if message.keep is not None or message.beam_width > 1:
-            raise InvalidRequest(None, "logits are kept, and beams searched, by an engine in the caller's process only")
+            raise InvalidRequest(None, "only an engine in the caller's process returns logits or searches beams")
         request = message.request
         validate_generate(message, self.limits.limits)
         seen = content_blocks(request, request.tenant)
@@ -418,7 +418,7 @@ class Fleet:
         while not len(self._roster) or (waiter is None and len(self._line)):
             waiter = waiter or Waiter(account, seen.prompt_tokens, (priority, self._number))
             if not await self._line.wait(waiter, give_up_at):
-                raise DeadlineExceeded("no replica was there in time")
+                raise DeadlineExceeded("no replica became available in time")
         numbered = RouteRequest(self._number, seen.blocks, seen.prompt_tokens, seen.block_tokens)
         view = self.router.route(numbered, self._roster)
         self.router.learn(view.name, seen.blocks)
@@ -435,7 +435,7 @@ class Fleet:
             try:
                 return await self._place(RouteRequest(0), "", 0, give_up_at)
             except (QueueFull, DeadlineExceeded) as error:
-                raise Unavailable("no replica is there", retry_after_ms=RETRY_MS) from error
+                raise Unavailable("no replica is available", retry_after_ms=RETRY_MS) from error
         return self._replicas[self._roster[0].name]
 
     # Answers for gateways

@@ -361,7 +361,7 @@ class ScaleRule:
         """
         if not 0 <= self.min_replicas <= self.max_replicas or not self.max_replicas:
             raise RouterError(
-                f"replicas: from {self.min_replicas} to {self.max_replicas} is no range that holds one replica"
+                f"replicas: {self.min_replicas} to {self.max_replicas} is not a range with at least one replica"
             )
 
 

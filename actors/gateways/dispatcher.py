@@ -309,7 +309,7 @@ class Dispatcher:
         if request.payer is not None:
             # guard: who may say whom it asks for
             if not self._of_fleet:
-                raise InvalidRequest("payer", "is for the gateways of a fleet to say")
+                raise InvalidRequest("payer", "may be set only by the gateways of a fleet")
             payer = request.payer.name
         on_token = caller.on_token if streams else None
         message = Generate(request, on_token, payer, request_id=caller.request_id, drawn=caller.drawn)
@@ -367,7 +367,7 @@ def _claimed(request: Claimed, caller: Caller) -> Claimed:
         return request
     # guard: no other tenant's name
     if request.tenant:
-        raise InvalidRequest("tenant", "is not the name that goes with the key or token")
+        raise InvalidRequest("tenant", "is not the name of the key or token")
     # guard: tenant is the key's
     return msgspec.structs.replace(request, tenant=caller.tenant)
 

@@ -171,7 +171,7 @@ class RPCConnection:
     def _give_up_message(self) -> None:
         """Drop an endless message, since other connections need its memory."""
         error = Unavailable(
-            f"messages that do not end have {self._room.max_bytes} bytes", retry_after_ms=RETRY_AFTER_FULL_MS
+            f"unfinished messages take {self._room.max_bytes} bytes", retry_after_ms=RETRY_AFTER_FULL_MS
         )
         self.refuse(self._splitter.head(), error)
         self._splitter.clear()
@@ -468,7 +468,7 @@ class RPCGateway:
         scope.cancel()
 
     def _full(self) -> Unavailable:
-        reason = f"{self._limit.most} clients are connected, more are not taken"
+        reason = f"{self._limit.most} clients are connected, and no more may connect"
         return Unavailable(reason, retry_after_ms=RETRY_AFTER_FULL_MS)
 
     async def _host(self, connection: RPCConnection, seat: Seat) -> None:

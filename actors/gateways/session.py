@@ -126,7 +126,7 @@ def lease_over(lease_s: float) -> Unavailable:
 
     A client that was stopped for a while sends its requests again, and continues its streams after their last token.
     """
-    return Unavailable(f"the client was not heard for {lease_s:g} s", retry_after_ms=LEASE_RETRY_MS)
+    return Unavailable(f"no message came from the client for {lease_s:g} s", retry_after_ms=LEASE_RETRY_MS)
 
 
 class OpenCall:

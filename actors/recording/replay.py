@@ -630,7 +630,7 @@ def _describe(record: Record) -> str:
         case records.DrainOverRecord():
             return "draining is over"
         case records.Prompted():
-            return "time for a tick"
+            return "a tick begins"
         case records.Ended(reason=reason):
             return f"the record ends: {reason}"
         case TickRecord():

@@ -177,7 +177,7 @@ async def watch_models(
             found_paths = {model.engine.served_model_name: model.engine.model_path for model in models}
             measured = {name: file_bytes(path) for name, path in found_paths.items()}
         except (OSError, OptionError) as error:
-            logger.debug("the models are not read again: %s", error)
+            logger.debug("the list of models cannot be read: %s", error)
             continue
         for model in models:
             name = model.engine.served_model_name

@@ -276,7 +276,9 @@ async def _tell_models_own(client: Client, context: typer.Context) -> None:
     own = {name: value for card in cards[:1] for name, value in card.sampling.items() if not is_given(context, name)}
     if own and sys.stdin.isatty():
         settings = ", ".join(f"{name} {value:g}" for name, value in own.items())
-        Console(stderr=True, highlight=False).print(f"drawing as the model's makers say: {settings}", style="dim")
+        Console(stderr=True, highlight=False).print(
+            f"sampling as the model's authors recommend: {settings}", style="dim"
+        )
 
 
 class Conversation:

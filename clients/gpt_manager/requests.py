@@ -102,13 +102,13 @@ class KvCacheConfig(_Named):
                 raise OptionError(name, f"must be at least {least}, not {value}")
         if self.sink_token_length and self.max_attention_window is None:
             raise OptionError(
-                "sink_token_length", "needs max_attention_window: without a window, nothing goes out of sight"
+                "sink_token_length", "needs max_attention_window: without a window, every position stays visible"
             )
         if not 0 < self.free_gpu_memory_fraction <= 1:
             raise OptionError("free_gpu_memory_fraction", f"must be above 0 and at most 1, not "
                               f"{self.free_gpu_memory_fraction}")  # fmt: skip
         if self.enable_block_reuse and self.max_attention_window is not None:
-            raise OptionError("enable_block_reuse", "a window drops the blocks that a later request would want")
+            raise OptionError("enable_block_reuse", "a window drops blocks that a later request could share")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -437,7 +437,7 @@ def read_request(request: InferenceRequest, engine: GptEngine) -> GptRequest:
         raise InvalidRequest("beam_width", f"must be at least 1 and at most {engine.max_beam_width}, not {beam_width}")
     streaming = bool(_scalar(tensors, "streaming", False))
     if streaming and beam_width > 1:
-        raise InvalidRequest("streaming", "which beam is the best shows at the end: beams cannot be streamed")
+        raise InvalidRequest("streaming", "beams cannot be streamed, because the best beam is known only at the end")
     model = engine.engine.model
     end_ids = sorted(model.eos_token_ids)
     parameters: dict[str, Any] = {}

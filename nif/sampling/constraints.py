@@ -111,7 +111,7 @@ class TokenRules(_Wrapper):
 
     @property
     def fault(self) -> str | None:
-        return super().fault or (None if self._mask.any() else "none of the allowed tokens may follow here")
+        return super().fault or (None if self._mask.any() else "the grammar allows none of the allowed tokens here")
 
     def prepare(self) -> None:
         longest = max(map(len, self._longer), default=1)

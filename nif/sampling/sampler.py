@@ -301,7 +301,7 @@ def nothing_left(state: SamplerState) -> SampleFault:
     """Return the fault of a row that has finite logits and no allowed token."""
     if state.constraint is not None and state.constraint.fault is not None:
         return SampleFault(state.constraint.fault, by_request=True)
-    return SampleFault("what was asked for leaves no token to choose", by_request=True)
+    return SampleFault("the request's rules leave no token to choose", by_request=True)
 
 
 def _choose(

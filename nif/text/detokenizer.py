@@ -40,7 +40,7 @@ class StopMatcher:
     """
 
     def __init__(self, stop: Sequence[str], *, keep: bool = False) -> None:
-        assert all(stop), "an empty stop string would end every text at once"
+        assert all(stop), "a stop string must not be empty"
         self._stop = list(dict.fromkeys(stop))
         self._keep = keep  # whether the found stop string is part of the text
         self._borders = [_borders(word) for word in self._stop]

@@ -428,7 +428,7 @@ class Rendering:
                 return text
             raise ChatTemplateError(f"the model's chat template refuses these messages: {fault}")
         if self._makes_room:
-            raise TemplateEnded("the model's chat template takes long, and others were waiting")
+            raise TemplateEnded("the model's chat template took too long while other conversations waited")
         seconds = RENDER_S + RENDER_S_PER_BYTE * self._size
         memory = MAX_MEMORY + MEMORY_PER_BYTE * self._size >> 20
         raise ChatTemplateError(

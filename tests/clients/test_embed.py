@@ -117,7 +117,7 @@ async def test_openais_client_gets_what_it_asks_for(embedder_dir: EmbedderOf, tm
             assert (bad.value.code, bad.value.param) == ("context_length_exceeded", "input")
             with pytest.raises(openai.NotFoundError):
                 await client.embeddings.create(model="ada", input="a")
-            with pytest.raises(openai.BadRequestError, match="does not continue text") as bad:
+            with pytest.raises(openai.BadRequestError, match="does not generate text") as bad:
                 await client.completions.create(model=model.id, prompt="a")
             assert bad.value.param == "model"
         async with httpx2.AsyncClient(base_url=url) as plain:

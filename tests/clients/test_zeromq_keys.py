@@ -88,7 +88,7 @@ async def test_a_client_does_not_talk_to_another_service_than_it_was_given_the_k
     async with guarded(tmp_path) as service:
         other = KeyStore(tmp_path / "other")
         other.new_server()
-        with pytest.raises(Unavailable, match="another one than the server key belongs to"):
+        with pytest.raises(Unavailable, match="another service than the server key belongs to"):
             await answer_of(service.address, client_key=str(other.new_client("alice")), timeout=0.3)
 
 

@@ -91,9 +91,7 @@ def read_message(body: dict[str, Any], reader: Fields | None = None) -> HTTPRequ
     shape, shape_name = fields.output_format, "output_format"
     if fields.output_config is not None and fields.output_config.format is not None:
         if shape not in (None, fields.output_config.format):
-            raise InvalidRequest(
-                "output_format", "is the older name of output_config.format, which says something else"
-            )
+            raise InvalidRequest("output_format", "is the older name of output_config.format, which has another value")
         shape, shape_name = fields.output_config.format, "output_config.format"
     if shape is not None:
         params["response_format"] = msgspec.structs.asdict(shape)

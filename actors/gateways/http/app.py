@@ -540,7 +540,7 @@ def _generating_endpoints(calls: HTTPCalls, open_calls: OpenCalls, new_fields: N
     next_message = "The next message of a conversation, whole or streamed, with tools. OpenAI's."
     return [
         Endpoint("/v1/chat/completions", chat, next_message, ChatFields),
-        Endpoint("/v1/completions", completion, "How a text, or several, go on. OpenAI's.", CompletionFields),
+        Endpoint("/v1/completions", completion, "Continue one text or several. OpenAI's.", CompletionFields),
         Endpoint("/v1/responses", responses, "OpenAI's newer API.", ResponseFields),
         Endpoint("/v1/messages", messages, "Anthropic's API.", MessageFields),
         Endpoint("/v1/fim/completions", fim, "The text between a prompt and a suffix. Mistral's.", FimFields),
@@ -555,10 +555,12 @@ def _reading_endpoints(calls: HTTPCalls, open_calls: OpenCalls, new_fields: NewF
     classifying = TextEndpoint(ClassifyFields, classify, calls, open_calls, new_fields)
     embedding = TextEndpoint(EmbeddingFields, embed, calls, open_calls, new_fields)
     return [
-        Endpoint("/v1/embeddings", embedding, "What texts mean, as vectors. OpenAI's.", EmbeddingFields),
-        Endpoint("/v1/rerank", by_vllm, "Documents by relevance. Jina's, Cohere's older, vLLM's.", RerankFields),
-        Endpoint("/rerank", by_vllm, "The same; with texts in the shape of text-embeddings-inference.", RerankFields),
-        Endpoint("/v2/rerank", by_cohere, "Documents by relevance. Cohere's.", RerankFields),
+        Endpoint("/v1/embeddings", embedding, "The embeddings of texts. OpenAI's.", EmbeddingFields),
+        Endpoint("/v1/rerank", by_vllm, "Rank documents by relevance. Jina's, Cohere's v1, vLLM's.", RerankFields),
+        Endpoint(
+            "/rerank", by_vllm, "Like /v1/rerank; with `texts`, the answer of text-embeddings-inference.", RerankFields
+        ),
+        Endpoint("/v2/rerank", by_cohere, "Rank documents by relevance. Cohere's v2.", RerankFields),
         Endpoint("/v1/score", scoring, "The score of each pair of texts. vLLM's.", ScoreFields),
         Endpoint("/score", scoring, "The same.", ScoreFields),
         Endpoint("/v1/classify", classifying, "The label of each text. vLLM's.", ClassifyFields),
@@ -569,15 +571,15 @@ def _reading_endpoints(calls: HTTPCalls, open_calls: OpenCalls, new_fields: NewF
 def _batch_endpoints(runner: BatchRunner | None) -> list[Endpoint]:
     batches = NoBatches() if runner is None else BatchEndpoints(runner)
     return [
-        Endpoint("/v1/files", batches.upload, "Keeps a file of requests, sent as a form. OpenAI's.", verb="POST"),
-        Endpoint("/v1/files", batches.files, "The files that are kept. OpenAI's."),
+        Endpoint("/v1/files", batches.upload, "Store a file of requests, sent as a form. OpenAI's.", verb="POST"),
+        Endpoint("/v1/files", batches.files, "The stored files. OpenAI's."),
         Endpoint("/v1/files/{id}", batches.file, "One file. OpenAI's."),
-        Endpoint("/v1/files/{id}", batches.delete, "Deletes a file. OpenAI's.", verb="DELETE"),
+        Endpoint("/v1/files/{id}", batches.delete, "Delete a file. OpenAI's.", verb="DELETE"),
         Endpoint("/v1/files/{id}/content", batches.content, "The content of a file. OpenAI's."),
-        Endpoint("/v1/batches", batches.create, "Evaluates a file where there is room. OpenAI's.", BatchFields),
+        Endpoint("/v1/batches", batches.create, "Run a file's requests in free slots. OpenAI's.", BatchFields),
         Endpoint("/v1/batches", batches.batches, "The batches. OpenAI's."),
         Endpoint("/v1/batches/{id}", batches.batch, "One batch. OpenAI's."),
-        Endpoint("/v1/batches/{id}/cancel", batches.cancel, "Cancels a batch. OpenAI's.", verb="POST"),
+        Endpoint("/v1/batches/{id}/cancel", batches.cancel, "Cancel a batch. OpenAI's.", verb="POST"),
     ]
 
 
@@ -588,12 +590,12 @@ def _ollama_endpoints(calls: HTTPCalls, open_calls: OpenCalls, new_fields: NewFi
     return [
         Endpoint("/api/chat", chat, "The next message of a conversation, as JSON lines. Ollama's.", OllamaChatFields),
         Endpoint("/api/generate", generate, "The answer to a prompt, as JSON lines. Ollama's.", OllamaGenerateFields),
-        Endpoint("/api/embed", models.embed, "What texts mean, as vectors. Ollama's.", OllamaEmbedFields),
-        Endpoint("/api/embeddings", models.embeddings, "The same of one text. Ollama's.", OllamaEmbeddingFields),
-        Endpoint("/api/tags", models.tags, "The models that are served. Ollama's."),
-        Endpoint("/api/ps", models.ps, "The models that are loaded. Ollama's."),
+        Endpoint("/api/embed", models.embed, "The embeddings of texts. Ollama's.", OllamaEmbedFields),
+        Endpoint("/api/embeddings", models.embeddings, "The embedding of one text. Ollama's.", OllamaEmbeddingFields),
+        Endpoint("/api/tags", models.tags, "The served models. Ollama's."),
+        Endpoint("/api/ps", models.ps, "The loaded models. Ollama's."),
         Endpoint("/api/show", models.show, "One model. Ollama's.", OllamaShowFields),
-        Endpoint("/api/version", models.version, "The version of Ollama's API that this is."),
+        Endpoint("/api/version", models.version, "The version of Ollama's API."),
     ]
 
 
@@ -603,7 +605,7 @@ def _llama_cpp_endpoints(calls: HTTPCalls, open_calls: OpenCalls, new_fields: Ne
     )
     llama = LlamaCppRoutes(calls, new_fields)
     return [
-        Endpoint("/completion", completion, "How a text goes on. llama.cpp's.", LlamaCompletionFields),
+        Endpoint("/completion", completion, "Continue a text. llama.cpp's.", LlamaCompletionFields),
         Endpoint("/infill", infill, "The text between a prefix and a suffix. llama.cpp's.", InfillFields),
         Endpoint("/apply-template", llama.apply_template, "The prompt of a chat. llama.cpp's.", ChatFields),
         Endpoint("/props", llama.props, "The length of the context and the number of slots. llama.cpp's."),
@@ -613,18 +615,18 @@ def _llama_cpp_endpoints(calls: HTTPCalls, open_calls: OpenCalls, new_fields: Ne
 
 def _service_endpoints(service: ServiceRoutes) -> list[Endpoint]:
     load, unload = service.load_adapter, service.unload_adapter
-    unloads = "Unloads a LoRA adapter once its requests have ended. For the operator. vLLM's."
+    unloads = "Unload a LoRA adapter after its requests have ended. For the operator. vLLM's."
     return [
         Endpoint("/v1/messages/count_tokens", service.count_tokens, "The number of a message's tokens.", CountFields),
-        Endpoint("/v1/models", service.models, "The models that are served."),
+        Endpoint("/v1/models", service.models, "The served models."),
         Endpoint("/v1/models/{name:path}", service.model, "One model."),
         Endpoint("/tokenize", service.to_tokens, "The token ids of a text or of messages.", TokenizeBody),
         Endpoint("/detokenize", service.to_text, "The text of token ids.", DetokenizeBody),
-        Endpoint("/v1/load_lora_adapter", load, "Loads a LoRA adapter. For the operator. vLLM's.", LoadAdapterBody),
+        Endpoint("/v1/load_lora_adapter", load, "Load a LoRA adapter. For the operator. vLLM's.", LoadAdapterBody),
         Endpoint("/v1/unload_lora_adapter", unload, unloads, UnloadAdapterBody),
-        Endpoint("/models/load", service.load_model, "Loads a model on demand now. llama.cpp's.", LoadModelBody),
-        Endpoint("/models/unload", service.unload_model, "Unloads a model. llama.cpp's.", LoadModelBody),
-        Endpoint("/health", service.health, "200 while requests get done, else 503 with the reason in status."),
+        Endpoint("/models/load", service.load_model, "Load a model on demand now. llama.cpp's.", LoadModelBody),
+        Endpoint("/models/unload", service.unload_model, "Unload a model. llama.cpp's.", LoadModelBody),
+        Endpoint("/health", service.health, "200 while requests are completed, else 503 with the reason in `status`."),
         Endpoint("/stats", service.stats, "The counters as JSON."),
         Endpoint("/metrics", service.metrics, "The counters for Prometheus."),
     ]

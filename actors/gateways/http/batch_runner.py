@@ -107,7 +107,7 @@ def fault_of(line: BatchLine, urls: Sequence[str]) -> LineFault | None:
     if line.url not in urls:
         return LineFault("mismatched_endpoint", f"{line.url[:64]!r} is none of {', '.join(urls)}", "url")
     if line.body.get("stream"):
-        return LineFault("invalid_request", "a batch file has whole answers", "body.stream")
+        return LineFault("invalid_request", "answers in a batch file cannot be streamed", "body.stream")
     return None
 
 

@@ -377,7 +377,7 @@ REFUSED = {
     "conversation": "conversations are not stored: send the messages, or previous_response_id",
     "messages.audio": "only text is understood",
     "messages.images": "only text is understood",
-    "messages.refusal": "is not text of the answer: send it as content",
+    "messages.refusal": "is not the answer's text: send it as content",
     "messages.function_call": "is the old name of tool_calls",
 }
 # Values at which a field of the other tables has no effect.
@@ -528,7 +528,7 @@ class Fields:
         if plain in REFUSED:
             raise InvalidRequest(path, REFUSED[plain])
         if not is_hint and plain in self._elsewhere:
-            raise InvalidRequest(path, "is a field of another endpoint, and would be without effect")
+            raise InvalidRequest(path, "is a field of another endpoint, and has no effect here")
         if not is_hint and self._strict:
             raise InvalidRequest(path, "is a field of no API that is served here (http_strict)")
         self.ignore(path)
@@ -637,5 +637,5 @@ class ThinkingParams:
 
     def _set(self, name: str, value: object, path: str) -> None:
         if self._params.setdefault(name, value) != value:
-            raise InvalidRequest(path, f"is another name of {self.names[name]}, which says something else")
+            raise InvalidRequest(path, f"is another name of {self.names[name]}, which has another value")
         self.names.setdefault(name, path)

@@ -79,7 +79,7 @@ class FillIn:
             self._known[model] = await self._look(model)
         format = self._known[model]
         if format is None:
-            raise InvalidRequest("suffix", "this model can only continue text: it has no marks for filling in")
+            raise InvalidRequest("suffix", "this model has no fill-in-the-middle tokens, and can only continue text")
         return format.write(prefix, suffix)
 
     async def _look(self, model: str) -> GapFormat | None:

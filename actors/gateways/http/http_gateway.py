@@ -405,7 +405,7 @@ def _split_target(target: bytes) -> tuple[bytes, bytes]:
     try:
         parts = urlsplit(target)
     except ValueError:
-        raise Refusal(400, "malformed_http", "the request's target is no address") from None
+        raise Refusal(400, "malformed_http", "the request's target is not a path") from None
     path = parts.path or b"/"
     return parts.netloc, path + b"?" + parts.query if parts.query else path
 

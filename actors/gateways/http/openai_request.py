@@ -181,7 +181,7 @@ def read_chat(body: dict[str, Any], reader: Fields | None = None) -> HTTPRequest
     names = {}
     if fields.max_completion_tokens is not None:
         if fields.max_tokens not in (None, fields.max_completion_tokens):
-            raise InvalidRequest("max_tokens", "is the old name of max_completion_tokens, which says something else")
+            raise InvalidRequest("max_tokens", "is the old name of max_completion_tokens, which has another value")
         params["max_tokens"] = fields.max_completion_tokens
         names["max_tokens"] = "max_completion_tokens"
     num_top = None
@@ -232,7 +232,7 @@ def _for_template(fields: ChatFields, reader: Fields, names: dict[str, str]) -> 
     if goes_on:
         params["continue_final_message"] = True
     if fields.add_generation_prompt not in (None, not goes_on):
-        rule = "is the opposite of continue_final_message: an answer is one or the other"
+        rule = "excludes continue_final_message: set one of them"
         raise InvalidRequest("add_generation_prompt", rule)
     if fields.include_reasoning is not False and fields.separate_reasoning is not False:
         params["reasoning"] = True
@@ -314,7 +314,7 @@ def read_completion(body: dict[str, Any], reader: Fields | None = None) -> HTTPR
     fields = (reader or Fields()).read(body, CompletionFields)
     params = {"max_tokens": DEFAULT_COMPLETION_TOKENS} | _shared(fields)
     if fields.best_of not in (None, fields.n or 1):
-        raise InvalidRequest("best_of", "all answers are returned: it must be the same as n")
+        raise InvalidRequest("best_of", "must equal n: all answers are returned")
     if fields.logprobs is not None:
         params["logprobs"] = fields.logprobs
     if fields.echo:
@@ -339,7 +339,7 @@ def read_fim(body: dict[str, Any], reader: Fields | None = None) -> HTTPRequest:
     params = _shared(fields) | {"prompt": fields.prompt}
     if fields.random_seed is not None:
         if fields.seed not in (None, fields.random_seed):
-            raise InvalidRequest("random_seed", "is another name of seed, which says something else")
+            raise InvalidRequest("random_seed", "is another name of seed, which has another value")
         params["seed"] = fields.random_seed
     names = {"seed": "random_seed"} if fields.seed is None else {}
     return _request(fields, [params], names, suffix=fields.suffix or "")

@@ -187,7 +187,7 @@ def read_response(
 
 def _refuse(fields: ResponseFields) -> None:
     if fields.background:
-        raise InvalidRequest("background", "responses are answered while their client waits")
+        raise InvalidRequest("background", "background responses are not supported")
     if fields.prompt is not None:
         raise InvalidRequest("prompt", "prompts are not stored: send their text as instructions and input")
     wants_logprobs = {
@@ -196,7 +196,7 @@ def _refuse(fields: ResponseFields) -> None:
     }
     for name, is_wanted in wants_logprobs.items():
         if is_wanted:
-            raise InvalidRequest(name, "log-probs are told by /v1/chat/completions")
+            raise InvalidRequest(name, "only /v1/chat/completions returns log-probs")
 
 
 def _read_choice(choice: dict[str, Any], reader: Fields) -> dict[str, Any]:

@@ -412,5 +412,5 @@ async def _read(receive: Receive, room: MessageRoom) -> bytes:
             # guard: half bodies of strangers
             share.holds(len(body))
     if given_up.cancelled_caught:
-        raise Unavailable(f"bodies that do not end have {room.max_bytes} bytes", retry_after_ms=RETRY_AFTER_FULL_MS)
+        raise Unavailable(f"unfinished bodies take {room.max_bytes} bytes", retry_after_ms=RETRY_AFTER_FULL_MS)
     raise Refusal(408, "timeout", f"the body did not arrive within {BODY_TIMEOUT_S:g} s")

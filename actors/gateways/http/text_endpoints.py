@@ -23,8 +23,8 @@ from genbatch.proto.messages import Scores, Usage, ranking_of
 from genbatch.proto.service_messages import ModelCard
 
 NO_EMBEDDINGS = (
-    "there are no embeddings: {} was trained to continue text, and its hidden states are no measure of what a text "
-    "means; use a model that was trained for embeddings"
+    "there are no embeddings: {} was trained to generate text, and its hidden states do not measure meaning; "
+    "use an embedding model"
 )
 NO_SCORES = "there are no scores: {} is no reranker and no classifier"
 TextBody = TypeVar("TextBody", bound=msgspec.Struct)

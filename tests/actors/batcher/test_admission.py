@@ -70,7 +70,7 @@ def test_a_place_that_is_there_is_for_a_client_with_none_waiting() -> None:
 
 def test_a_client_alone_may_fill_half_the_queue() -> None:
     check(waiting=7, waiting_of={"a": 7}, open_of={"a": 11})
-    with pytest.raises(QueueFull, match="8 of this client's requests are waiting, 8 may"):
+    with pytest.raises(QueueFull, match="this client has 8 waiting requests; at most 8 may wait"):
         check(waiting=8, waiting_of={"a": 8}, open_of={"a": 12})
 
 
@@ -84,7 +84,7 @@ def test_what_free_slots_take_at_once_is_no_share_of_the_queue() -> None:
 def test_a_client_may_fill_a_share_of_the_places_that_others_leave() -> None:
     others: dict[str, Any] = {"open_of": {"a": 5, "b": 6}}
     check(waiting=10, waiting_of={"a": 4, "b": 6}, **others)
-    with pytest.raises(QueueFull, match="5 of this client's requests are waiting, 5 may"):
+    with pytest.raises(QueueFull, match="this client has 5 waiting requests; at most 5 may wait"):
         check(waiting=11, waiting_of={"a": 5, "b": 6}, **others)
 
 
@@ -122,7 +122,7 @@ def test_more_answers_than_ever_fit_are_refused_for_good() -> None:
 
 def test_beside_others_a_client_has_two_sequences_a_slot_open() -> None:
     check(open_of={"a": 7, "b": 1})
-    with pytest.raises(QueueFull, match="has 8 requests open"):
+    with pytest.raises(QueueFull, match="has 8 open requests"):
         check(open_of={"a": 8, "b": 1})
 
 

@@ -187,7 +187,7 @@ async def test_shorter_embeddings_are_cut_and_brought_to_length_one_again(embedd
 @pytest.mark.parametrize("kind", [*ENCODERS[:1], "qwen3 without a head"])
 async def test_a_model_without_text_refuses_to_generate(embedder: Callable[[str], Model], kind: str) -> None:
     async with batcher(embedder(kind), new_runner=runner_of) as bench:
-        with pytest.raises(InvalidRequest, match="does not continue text") as refused:
+        with pytest.raises(InvalidRequest, match="does not generate text") as refused:
             await bench.generate(prompt="a")
         assert refused.value.field == "model"
 

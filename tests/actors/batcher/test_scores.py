@@ -154,7 +154,7 @@ async def test_each_fault_names_its_field(scorer: Callable[[str], Model]) -> Non
         with pytest.raises(InvalidRequest, match="gives no embeddings") as refused:
             await bench.ref.call(Embed(EmbedRequest(input="a")), timeout=None)
         assert refused.value.field == "input"
-        with pytest.raises(InvalidRequest, match="does not continue text"):
+        with pytest.raises(InvalidRequest, match="does not generate text"):
             await bench.generate(None, token_ids=[5], max_tokens=1)
 
 

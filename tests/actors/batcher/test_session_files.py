@@ -135,5 +135,5 @@ def test_a_folder_that_others_may_write_to_is_not_used(tmp_path: Path) -> None:
     open_ = tmp_path / "open"
     open_.mkdir()
     open_.chmod(0o777)
-    with pytest.raises(Unavailable, match="others may write"):
+    with pytest.raises(Unavailable, match="other users may write"):
         SessionFiles(open_ / "s", 10_000).write(keep("a"), STATE)

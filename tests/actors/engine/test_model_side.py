@@ -41,7 +41,7 @@ def test_an_adapter_that_is_what_it_was_is_loaded_again_and_others_are_named(cap
         _load_again(SimpleNamespace(adapters=adapters), sources)  # type: ignore[arg-type]
     assert adapters.added == ["same"]
     changed, gone = (record.getMessage() for record in caplog.records)
-    assert "/there/changed is not what it was" in changed and "/there/gone is gone" in gone
+    assert "/there/changed has changed" in changed and "/there/gone is gone" in gone
 
 
 @pytest.mark.trio

@@ -354,7 +354,7 @@ async def test_a_stream_waits_for_its_model_with_heartbeats_and_so_many_may_wait
                     (await served.batcher.arrival("hold")).finish()
                     await received_until(client, b"[DONE]")
                 else:
-                    assert b"no marks for filling in" in await received_until(client, b"}\n\n")
+                    assert b"no fill-in-the-middle" in await received_until(client, b"}\n\n")
         nursery.cancel_scope.cancel()
 
 

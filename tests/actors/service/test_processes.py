@@ -323,7 +323,7 @@ async def test_adapters_outlive_engines_and_gateways(
         assert await say("three") == said["three"]
         with pytest.raises(ModelNotFound):
             await say("one")
-        assert "is not what it was when the adapter was loaded" in service.log
+        assert "has changed since the adapter was loaded" in service.log
         assert [card.id for card in await client.models()] == [names[0], "three"]
         await client.unload_adapter("three")
 

@@ -86,7 +86,7 @@ async def test_a_name_picks_the_model_over_every_door(
             with pytest.raises(ModelNotFound) as unknown:
                 await call
             assert unknown.value.field == "model"
-        with pytest.raises(InvalidRequest, match="does not continue text"):
+        with pytest.raises(InvalidRequest, match="does not generate text"):
             await client.generate("a", model="mini")
         with pytest.raises(InvalidRequest, match="no embeddings"):
             await client.embed("a")
@@ -95,7 +95,7 @@ async def test_a_name_picks_the_model_over_every_door(
         assert stats["by_model"][first]["generation_tokens"] == 2 * len(expected)
     flags = ("--connect", service.address)
     shown = await program("generate", "What?", "--max-tokens", "3", "--model", "mini", *flags)
-    assert shown.returncode == 2 and b"does not continue text" in shown.stderr
+    assert shown.returncode == 2 and b"does not generate text" in shown.stderr
     shown = await program("embed", "a", "--model", "mini", *flags)
     assert (shown.returncode, len(json.loads(shown.stdout))) == (0, 32)
     counted = await program("stats", *flags)

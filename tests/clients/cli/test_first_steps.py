@@ -181,10 +181,10 @@ def test_what_options_name_is_looked_for_first(tmp_path: Path, monkeypatch: pyte
     ],
 )
 def test_what_is_no_address_is_told_with_what_was_meant(address: str, advice: str) -> None:
-    with pytest.raises(Unavailable, match="is no address to connect to") as caught, SyncZeroMQClient(address):
+    with pytest.raises(Unavailable, match="is not an address of a service") as caught, SyncZeroMQClient(address):
         pass
     assert advice in str(caught.value)
-    with pytest.raises(Unavailable, match="is no address"), SyncRPCClient(address):
+    with pytest.raises(Unavailable, match="is not an address"), SyncRPCClient(address):
         pass
     assert address in str(no_address(address, "x"))
 

@@ -24,7 +24,7 @@ def refusal(*arguments: str) -> str:
         (("--router", "prefix"), "router: there are no replicas"),
         (("--fleet", "mine"), "fleet: there are no replicas"),
         (("--replicas", "2", "--max-replicas", "3"), "replicas: set either --replicas, or"),
-        (("--min-replicas", "3", "--max-replicas", "2"), "replicas: from 3 to 2 is no range"),
+        (("--min-replicas", "3", "--max-replicas", "2"), "replicas: 3 to 2 is not a range"),
     ],
 )
 def test_flags_that_make_no_fleet_are_refused(arguments: tuple[str, ...], said: str) -> None:

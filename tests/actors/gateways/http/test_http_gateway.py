@@ -560,7 +560,7 @@ async def test_bodies_that_do_not_end_share_a_bound_which_is_given_back(monkeypa
                     await client.send_all(head + content[:-1])
                     while number < 3 and room.num_bytes < (number + 1) * (len(content) - 1):
                         await a_moment()
-                told = await received_until(clients[0], b"bodies that do not end")
+                told = await received_until(clients[0], b"unfinished bodies")
                 assert told.startswith(b"HTTP/1.1 503 ") and b"retry-after-ms: " in told
                 for client in clients[1:]:
                     await client.send_all(content[-1:])
