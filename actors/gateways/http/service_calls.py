@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -27,9 +27,10 @@ from genbatch.actors.security.security import Authenticate, is_loopback
 from genbatch.proto.codec import REQUEST_LIMITS
 from genbatch.proto.errors import Forbidden, FrameTooLarge, GenbatchError, ModelNotFound, Unauthenticated, Unavailable
 from genbatch.proto.messages import Embeddings, GenerateRequest, Result, Scores, Text, Token, TokenIds
-from genbatch.proto.service_messages import Health, ModelCard, Models
+from genbatch.proto.service_messages import Drained, Health, ModelCard, Models
 
 TextOf = Callable[[int], Awaitable[str]]
+Answer = TypeVar("Answer")
 
 
 class TokenTexts:
@@ -112,39 +113,30 @@ class HTTPCalls:
         self, request: GenerateRequest, caller: HTTPCaller, on_token: Callable[[Token], None] | None
     ) -> Result:
         """Run one request; cancelling the caller's scope frees its sequences."""
-        result = await self._call("generate" if on_token is None else "stream", request, caller, on_token)
-        assert isinstance(result, Result)
-        return result
+        method = "generate" if on_token is None else "stream"
+        return await self._call(method, request, caller, Result, on_token)
 
     async def embed(self, params: dict[str, Any], caller: HTTPCaller) -> Embeddings:
         """Return a vector for each text."""
-        answer = await self._call("embed", params, caller)
-        assert isinstance(answer, Embeddings)
-        return answer
+        return await self._call("embed", params, caller, Embeddings)
 
     async def score(self, params: dict[str, Any], caller: HTTPCaller) -> Scores:
         """Return the scores of each document."""
-        answer = await self._call("score", params, caller)
-        assert isinstance(answer, Scores)
-        return answer
+        return await self._call("score", params, caller, Scores)
 
     async def token_ids(self, params: dict[str, Any], caller: HTTPCaller) -> list[int]:
         """Return the token ids of a text or of messages."""
-        answer = await self._call("tokenize", params, caller)
-        assert isinstance(answer, TokenIds)
-        return answer.token_ids
+        return (await self._call("tokenize", params, caller, TokenIds)).token_ids
 
     async def prompt_text(self, params: dict[str, Any], caller: HTTPCaller) -> str:
         """Return the prompt that the chat template writes for messages."""
-        answer = await self._call("tokenize", {**params, "return_text": True}, caller)
-        assert isinstance(answer, TokenIds) and answer.text is not None
+        answer = await self._call("tokenize", {**params, "return_text": True}, caller, TokenIds)
+        assert answer.text is not None
         return answer.text
 
     async def text(self, params: dict[str, Any], caller: HTTPCaller) -> str:
         """Return the text of token ids."""
-        answer = await self._call("detokenize", params, caller)
-        assert isinstance(answer, Text)
-        return answer.text
+        return (await self._call("detokenize", params, caller, Text)).text
 
     async def model(self, name: str | None) -> ModelCard:
         """Return the card of the model with this name; None names the first model.
@@ -169,34 +161,28 @@ class HTTPCalls:
 
     async def load_model(self, model: str, keep_alive: float | None, caller: HTTPCaller) -> None:
         """Load a model that is served on demand; a `keep_alive` of 0 unloads it instead."""
-        await self._call("load_model", {"model": model, "keep_alive": keep_alive}, caller)
+        await self._call("load_model", {"model": model, "keep_alive": keep_alive}, caller, Models)
 
     async def models(self) -> tuple[ModelCard, ...]:
         """Return the served models. Every call asks anew, since the operator may load and unload adapters."""
-        answer = await self._call("models", {}, OURSELVES)
-        assert isinstance(answer, Models)
-        return answer.models
+        return (await self._call("models", {}, OURSELVES, Models)).models
 
     async def load_adapter(self, name: str, path: str, caller: HTTPCaller) -> None:
         """Load a LoRA adapter and serve it."""
-        await self._call("load_adapter", {"name": name, "path": path}, caller)
+        await self._call("load_adapter", {"name": name, "path": path}, caller, Models)
 
     async def unload_adapter(self, name: str, caller: HTTPCaller) -> None:
         """Unload a LoRA adapter; return after the end of its requests."""
-        await self._call("unload_adapter", {"name": name}, caller)
+        await self._call("unload_adapter", {"name": name}, caller, Drained)
 
     async def stats(self, caller: HTTPCaller) -> dict[str, Any]:
         """Return the counters."""
-        answer = await self._call("stats", {}, caller)
-        assert isinstance(answer, dict)
-        return answer
+        return await self._call("stats", {}, caller, dict)
 
     async def health(self) -> Health:
         """Return the health of the service; "down" if it does not answer in time."""
         with trio.move_on_after(HEALTH_TIMEOUT_S):
-            answer = await self._call("health", {}, OURSELVES)
-            assert isinstance(answer, Health)
-            return answer
+            return await self._call("health", {}, OURSELVES, Health)
         return Health(status="down", steps=0, requests_running=0, requests_waiting=0, stalled_s=0.0)
 
     async def _token_text(self, model: str, token_id: int) -> str:
@@ -207,10 +193,13 @@ class HTTPCalls:
         method: str,
         params: dict[str, Any] | msgspec.Struct,
         caller: HTTPCaller,
+        answer_type: type[Answer],
         on_token: Callable[[Token], None] | None = None,
-    ) -> object:
+    ) -> Answer:
         who = Caller(caller.client, on_token, caller.tenant, caller.request_id)
-        return await self._dispatcher.call(method, params, who)
+        answer = await self._dispatcher.call(method, params, who)
+        assert isinstance(answer, answer_type)
+        return answer
 
 
 OURSELVES = HTTPCaller("")  # this caller has no limits
