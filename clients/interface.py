@@ -262,7 +262,7 @@ class Call(Generic[T]):
 class call_of(Generic[Params, T]):
     """Makes a method of a function that returns a `Call`: awaited on a `Client`, blocking on a `SyncClient`.
 
-    A method of the protocol is so written once for all clients ([ADR 77](../ADRs/0077-a-call-is-written-once.md)).
+    So a method of the protocol is written once for all clients ([ADR 77](../ADRs/0077-a-call-is-written-once.md)).
     """
 
     def __init__(self, build: Callable[Concatenate[Any, Params], Call[T]]) -> None:
@@ -400,13 +400,13 @@ class ClientCalls:
 
         Args:
             name: letters, digits, ".", "_" and "-".
-            messages: the conversation, as it was generated; what the service has no KV of is left out.
+            messages: the conversation, as it was generated; its end is left out if the service has no KV of it.
             model, tenant: those of the conversation's requests.
 
         Raises:
-            InvalidRequest: the name is none, or the service keeps no sessions.
+            InvalidRequest: the name is not valid, or the service keeps no sessions.
             QueueFull: too many sessions are being kept or resumed.
-            Unavailable: the disk takes nothing now.
+            Unavailable: the disk cannot be written to now.
         """
         plain: Any = build_tokenize(None, messages, add_special_tokens=True).messages
         return Call(KeepSessionRequest(name=name, messages=plain, model=model, tenant=tenant), _whole)

@@ -1,4 +1,4 @@
-"""The interface between Context and whatever executes a forward pass over the paged KV cache.
+"""The interface between Context and the runners, which execute forward passes over the paged KV cache.
 
 Below it is what both sides speak of: groups and shapes of layers, the entries of a step and their ragged layout,
 adapters, and what a runner gives back.
@@ -144,7 +144,7 @@ class LoraAdapter:
 
 
 class Logits(Enum):
-    """For which of an entry's tokens the logits are wanted, or the hidden states in their place."""
+    """The tokens of an entry for which a step returns logits, or hidden states in their place."""
 
     NONE = "none"  # a prefill chunk that is not the last
     LAST = "last"
@@ -199,16 +199,16 @@ class RaggedBatch:
     kv_lens: npt.NDArray[np.int32]  # [B] positions held once this step's tokens are written
     slots: tuple[npt.NDArray[np.int64], ...]  # per group [T]: block id * block_size + offset to write to
     block_tables: tuple[npt.NDArray[np.int32], ...]  # per group [B, max_blocks], 0 where unused or evicted
-    logit_rows: npt.NDArray[np.int64]  # [R] indices into the T tokens whose logits are wanted
+    logit_rows: npt.NDArray[np.int64]  # [R] indices into the T tokens with requested logits
     max_query_len: int
     max_kv_len: int
-    state_rows: npt.NDArray[np.int64] | None = None  # [S] indices into the T tokens whose hidden states are wanted
+    state_rows: npt.NDArray[np.int64] | None = None  # [S] indices into the T tokens with requested hidden states
     adapters: npt.NDArray[np.int64] | None = None  # [T] each token's adapter, 0: none; None: nobody has one
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """What a batch's indices must stay below.
+    """The exclusive upper bounds of a batch's indices.
 
     Args:
         num_blocks: blocks in the pool of each layer group.
@@ -308,7 +308,7 @@ class ChoosingRunner(Protocol):
     def forward_largest(
         self, batch: RaggedBatch, *, with_logits: bool
     ) -> tuple[npt.NDArray[np.float32] | None, Largest]:
-        """As `forward`: the logits, None if they are not wanted, and each row's largest."""
+        """As `forward`: the logits, None if they are not requested, and each row's largest."""
         ...
 
 
@@ -460,14 +460,14 @@ class KnowsStep(Protocol):
     """A runner that knows what its steps' buffers take; of the others it is reckoned from the model's shape."""
 
     def step_bytes(self, num_tokens: int, num_sequences: int) -> int:
-        """Bytes of a step, where the logits of every token are wanted; those logits are not among them."""
+        """Bytes of a step, with the logits of every token; those logits are not among them."""
         ...
 
     def reserve(self, num_tokens: int, num_sequences: int) -> None:
-        """Allocate the buffers of such a step now; the first request would wait for them.
+        """Allocate the buffers of such a step now, so that the first request does not wait for them.
 
         Raises:
-            MemoryError: there is no room for them.
+            MemoryError: there is not enough memory.
         """
         ...
 

@@ -43,8 +43,8 @@ class Scoring:
         labels: the names of the numbers.
         activation: SIGMOID, SOFTMAX or IDENTITY.
         weight, bias: of the head, [labels, hidden] and [labels]; None where the model's runner applies it.
-        tokens: whose logits are compared: the one for yes, and the one for no where there is one. None: a head is read.
-        instruction: what the model's files say in front of every pair; "": nothing.
+        tokens: the tokens with compared logits: yes, and no if the model has one. None: a head is read.
+        instruction: the text in front of every pair, from the model's files; "" for none.
     """
 
     labels: tuple[str, ...]

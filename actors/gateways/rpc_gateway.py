@@ -414,7 +414,7 @@ class RPCGateway:
                 connection.session.go_away()
 
     def hand_over(self) -> None:
-        """End what is open after `retire`; clients continue it at the other service."""
+        """End the open calls after `retire`; clients continue them at the other service."""
         for connection in self._connections:
             if connection.session is not None:
                 connection.session.hand_over()

@@ -182,7 +182,7 @@ class ZeroMQGateway:
             peer.session.go_away()
 
     def hand_over(self) -> None:
-        """End what is open after `retire`; clients continue it at the other service."""
+        """End the open calls after `retire`; clients continue them at the other service."""
         for peer in self._peers.values():
             peer.session.hand_over()
 

@@ -251,7 +251,7 @@ class LoadedModels:
     # The plan
 
     def plan(self, now: float) -> Plan:
-        """Return what is to be done now, and note it as begun."""
+        """Return the actions that are due now, and book them as begun."""
         plan = Plan(settled=self._refused)
         self._refused = []
         if self.is_draining:
@@ -283,7 +283,7 @@ class LoadedModels:
         return min(candidates, key=lambda pair: pair[0])[1] if candidates else None
 
     def _close(self, following: OnDemandModel | None, now: float, plan: Plan) -> None:
-        """Choose the models that make room for `following`, or for what is loaded beyond the budget."""
+        """Choose the models to unload: to make room for `following`, or because the loaded ones exceed the budget."""
         loaded = [model for model in self.models.values() if model.phase is Residence.LOADED]
         staying = [model for model in self.models.values() if model.phase in (Residence.LOADED, Residence.LOADING)]
         excess = sum([model.num_bytes for model in staying]) - self._budget

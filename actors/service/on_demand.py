@@ -76,7 +76,7 @@ def model_bytes(model_memory: float, max_memory_percent: float) -> int:
 
 
 def check_budget(models: Sequence[ManagedModel], model_memory: float) -> None:
-    """Check that one model at least fits into `model_memory` GiB; 0 is no bound that somebody has set.
+    """Check that one model at least fits into `model_memory` GiB; 0 sets no bound.
 
     Raises:
         OptionError: none does.

@@ -105,7 +105,7 @@ class DiskCache:
             self._queue.put((name, block, version))
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Write what is queued, for `timeout_s` at most, and read the pool no more."""
+        """Write the queued blocks, for `timeout_s` at most, and stop reading the pool."""
         self._queue.put(None)
         self._thread.join(timeout_s)
         with self._copying:

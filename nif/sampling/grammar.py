@@ -44,7 +44,7 @@ class GrammarConstraint:
         self._fault: str | None = None
         self._spent_s = 0.0
         self._last_s = 0.0
-        self._forced: list[int] = []  # what is left of the forced tokens that were found last
+        self._forced: list[int] = []  # the rest of the forced tokens that were computed last
         self._forcing_s = 0.0
 
     def fork(self) -> Self:
@@ -99,8 +99,8 @@ class GrammarConstraint:
         self._is_prepared = True
 
     def forced(self) -> list[int]:
-        # The whole forced text is found at once, however long it is. So what is left of it is kept, and the time for
-        # finding it has a limit.
+        # The matcher computes the whole forced text at once, however long it is. So the rest of it is kept, and its
+        # time has a limit.
         if not self._forced and self._fault is None and self._forcing_s <= FORCING_S + PER_TOKEN_S * self._num_tokens:
             started = time.thread_time()
             self._forced = self._matcher.compute_ff_tokens()

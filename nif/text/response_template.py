@@ -238,7 +238,7 @@ class TemplateReader:
                 is_next = self._unread.startswith(event["text"])
                 self._unread = self._unread[len(event["text"]) :] if is_next else ""
                 continue
-            if not opens_calls:  # else what is left is the mark that does
+            if not opens_calls:  # else the unread rest is the mark that opens them
                 self._unread = ""
             if kind == "region_close":
                 if not self._strips[name]:

@@ -192,7 +192,7 @@ def _compile(sources: dict[str, str], templates: dict[str, jinja2.Template]) -> 
         try:
             templates[name] = environment.from_string(source)
             answer[name] = sorted(jinja2.meta.find_undeclared_variables(environment.parse(source))), ""
-        except Exception as fault:  # of any kind: the file says what is compiled
+        except Exception as fault:  # of any kind: the model's file has the compiled text
             answer[name] = [], _error_text(fault)
     return json.dumps(answer).encode()
 
@@ -212,7 +212,7 @@ def _render(job: dict[str, Any], templates: dict[str, jinja2.Template], most: in
         except MemoryError:
             has_memory = False
             answer.append(("", "it takes too much memory"))
-        except Exception as fault:  # of any kind: the file says what is run
+        except Exception as fault:  # of any kind: the model's file has the code that runs
             answer.append(("", _error_text(fault)))
     return json.dumps([answer, has_memory]).encode()
 

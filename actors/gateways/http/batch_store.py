@@ -67,8 +67,8 @@ class Batch(msgspec.Struct):
     """A batch's state.
 
     Args:
-        owner: who may see and cancel it.
-        tenant: in whose name its requests are evaluated.
+        owner: the caller who may see and cancel it.
+        tenant: the tenant of its requests.
         ended_at: seconds since 1970; the status says how.
         errors: why no request was evaluated.
     """
@@ -103,7 +103,7 @@ class BatchStore:
 
     Args:
         directory: a missing one is made; no other user may read it.
-        waits: whether another service may have it still: one whose place this service takes.
+        waits: whether to wait for a service that still uses the directory, because this service replaces it.
 
     Raises:
         OptionError: others can read the directory, it cannot be made, or another service uses it.

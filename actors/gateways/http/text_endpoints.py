@@ -101,7 +101,7 @@ class RerankFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     Args:
         documents: texts, or objects with a field `text`.
-        texts: the same, of text-embeddings-inference, whose answer is an array.
+        texts: the documents by text-embeddings-inference's name; the answer is then an array.
         return_documents: whether results have their document: true by default, and false at /v2/rerank.
         return_text: the same for `texts`; false by default.
         max_tokens_per_doc: tokens of a document at most; the end of a longer one is cut.
