@@ -73,6 +73,6 @@ def how_to_install(extra: str) -> str:
     except PackageNotFoundError:  # run from its sources
         declared = []
     of_extra = re.compile(rf"""extra\s*==\s*["']{re.escape(extra)}["']""")
-    wanted = [entry.partition(";")[0].strip() for entry in declared if of_extra.search(entry)]
-    names = " ".join(f"'{name.replace(' ', '')}'" for name in wanted) or f"'genbatch[{extra}]'"
+    requirements = [entry.partition(";")[0].strip() for entry in declared if of_extra.search(entry)]
+    names = " ".join(f"'{name.replace(' ', '')}'" for name in requirements) or f"'genbatch[{extra}]'"
     return f"run: {sys.executable} -m pip install {names}"

@@ -197,7 +197,7 @@ def _divided(file: GgufFile, prefix: str, settings: dict[str, Any], rotated: Any
     if (scale := _positive(file, f"{prefix}attn_factor", 1.0)) != 1.0:
         raise file.fault(f"{prefix}attn_factor is {scale}; without yarn only 1 is read")
     if "rope_freqs.weight" in file.names():
-        factors = [one * factor for one in _rope_factors(file, "rope_freqs.weight", rotated)]
+        factors = [base_factor * factor for base_factor in _rope_factors(file, "rope_freqs.weight", rotated)]
         length = _positive(file, f"{file.architecture}.context_length", settings.get("max_position_embeddings", 2048))
         return {
             "rope_type": "longrope",

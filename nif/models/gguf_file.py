@@ -275,12 +275,12 @@ class GgufWeights:
             return StoredTensor(name, "F32", own, self._numbers[name].view(np.uint8).reshape(1, -1))
         if name in self._parts:
             return self._joined(name)
-        found = self._file.tensor(self._stored[name])
+        tensor = self._file.tensor(self._stored[name])
         if (place := self._place.get(name)) is not None:
-            if len(found.shape) > 2:
-                return replace(found.part(place), name=name)
-            return StoredTensor(name, found.kind, found.shape[-1:], found.rows[place : place + 1])
-        shape, rows = found.shape, found.rows
+            if len(tensor.shape) > 2:
+                return replace(tensor.part(place), name=name)
+            return StoredTensor(name, tensor.kind, tensor.shape[-1:], tensor.rows[place : place + 1])
+        shape, rows = tensor.shape, tensor.rows
         if name.endswith(self._family.flattened) and len(shape) == 2:
             shape, rows = (math.prod(shape),), rows.reshape(1, -1)
         order = self._order(name, shape[0])
@@ -292,7 +292,7 @@ class GgufWeights:
             shape = (shape[0], 1, shape[1])
         norm = "norm" in name and name.endswith(".weight") and not name.endswith(self._family.as_stored)
         offset = self._family.norm_offset if norm else 0.0
-        stored = StoredTensor(name, found.kind, shape, rows, order, offset, self._column_order(name))
+        stored = StoredTensor(name, tensor.kind, shape, rows, order, offset, self._column_order(name))
         return self._logs(stored) if name.endswith(self._family.negated_logs) else stored
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -414,8 +414,8 @@ class GgufWeights:
             return self._value_order(name, count)
         if self._family.qkv_together and ".query_key_value." in name:
             heads, parts = self._config.num_attention_heads, 3
-        elif self._family.rotates_pairs and (found := re.search(r"\.([qk])_proj\.(weight|bias)$", name)):
-            heads = self._config.num_attention_heads if found[1] == "q" else self._config.num_key_value_heads
+        elif self._family.rotates_pairs and (match := re.search(r"\.([qk])_proj\.(weight|bias)$", name)):
+            heads = self._config.num_attention_heads if match[1] == "q" else self._config.num_key_value_heads
             parts = 2
         else:
             return None

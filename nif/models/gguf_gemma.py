@@ -19,11 +19,11 @@ def settle_gemma4(file: Any, settings: dict[str, Any]) -> None:
     Raises:
         ModelError: the metadata contradict each other; the reason names the key or the tensor.
     """
-    said, start = file.metadata, f"{file.architecture}."
+    metadata, start = file.metadata, f"{file.architecture}."
     kinds = _kinds_of_layers(file, settings)
     full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
     settings["global_head_dim"] = settings.pop("head_dim", None)
-    settings["head_dim"] = said.get(f"{start}attention.key_length_swa", settings["global_head_dim"])
+    settings["head_dim"] = metadata.get(f"{start}attention.key_length_swa", settings["global_head_dim"])
     settings["attention_k_eq_v"] = any(
         f"blk.{layer}.attn_v.weight" not in file.names() for layer in _own(full, settings)
     )

@@ -18,12 +18,12 @@ def settle_latent(file: Any, settings: dict[str, Any]) -> None:
     Raises:
         ModelError: the metadata are incomplete or contradict each other; the reason names the key.
     """
-    said, start = file.metadata, f"{file.architecture}."
+    metadata, start = file.metadata, f"{file.architecture}."
     settings.pop("head_dim", None)
     if "kv_lora_rank" not in settings:
         raise file.fault(f"{start}attention.kv_lora_rank is missing: only compressed keys and values are read")
     rotated, key, value = (
-        next((said[start + name] for name in names if start + name in said), None)
+        next((metadata[start + name] for name in names if start + name in metadata), None)
         for names in (
             ("rope.dimension_count",),
             ("attention.key_length_mla", "attention.key_length"),

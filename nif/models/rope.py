@@ -121,4 +121,4 @@ def rope_kinds(config: Any) -> list[str]:
     parameters: Any = _rope_parameters(config)
     nested = [parameters] if "rope_type" in parameters else list(parameters.values())
     nested *= max(1, len(layer_bases(config)))
-    return ["default" if has_alpha(one) else one["rope_type"] for one in nested]
+    return ["default" if has_alpha(rope) else rope["rope_type"] for rope in nested]

@@ -77,9 +77,9 @@ def probe_layers(name: str, hf: PreTrainedModel, groups: tuple[LayerGroup, ...])
     shapes = dict(probe.others)
     for layer, call in sorted(probe.calls.items()):
         # None: the module leaves the window to the mask, which only the configuration describes.
-        said = window_of[layer]
-        if None not in (call.window, said) and call.window != said:
-            raise ModelError(name, f"layer {layer} has a window of {call.window}, config.json says {said}")
+        window = window_of[layer]
+        if None not in (call.window, window) and call.window != window:
+            raise ModelError(name, f"layer {layer} has a window of {call.window}, config.json says {window}")
         shapes[layer] = LayerShape(call.key.shape[1], call.key.shape[2], call.value.shape[2])
     return tuple(shapes.get(layer, NO_SHAPE) for layer in range(max(shapes) + 1)), int(output.logits.shape[-1])
 

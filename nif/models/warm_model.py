@@ -1,7 +1,7 @@
 """Keeps a model's description on disk, so that its next start needs no module of transformers.
 
-    model = kept_model(source, found, "float32", describe)   # None: it was not described before, or has changed
-    keep_model(found, model)                                     # after `describe_model`
+    model = kept_model(source, files, "float32", describe)   # None: it was not described before, or has changed
+    keep_model(files, model)                                     # after `describe_model`
 
 transformers' configurations and modules take two seconds to import. A native runner needs only the configuration's
 numbers, the tensors' shapes and the tokenizer. These are kept in the cache directory. The file's name depends on the
@@ -100,68 +100,68 @@ class KeptTokenizer:
         return Backend.from_str(self.text)
 
 
-def kept_model(source: str, found: ModelSource, dtype: str, describe: Callable[[], Model | None]) -> Model | None:
+def kept_model(source: str, files: ModelSource, dtype: str, describe: Callable[[], Model | None]) -> Model | None:
     """Load the model that `keep_model` described, with its weights in its files; None if there is no description.
 
     Args:
         source: the user's name of the model, for errors.
-        found: the model's files.
+        files: the model's files.
         dtype: the weights' dtype.
         describe: makes the model with its module, for the few callers that need the module.
 
     Raises:
         ModelError: the configuration is wrong. Unreadable weights raise ModelError when they are first read.
     """
-    path = _place(found)
-    said = None if path is None else _read(path)
-    if said is None:
+    path = _place(files)
+    description = None if path is None else _read(path)
+    if description is None:
         return None
     try:
-        config: Any = KeptConfig(said["config"], said["attributes"], said["frequencies"])
+        config: Any = KeptConfig(description["config"], description["attributes"], description["frequencies"])
         # Kept packed weights make the files' headers needless.
-        weights: Any = Lazy(partial(_weights, source, found.path, config))
-        sizes = {name: tuple(size) for name, size in said["tensors"].items()}
-        parts = {name: None if size is None else (size[0], size[1]) for name, size in said["parts"].items()}
-        shape = ModuleShape(said["kind"], sizes, parts)
+        weights: Any = Lazy(partial(_weights, source, files.path, config))
+        sizes = {name: tuple(size) for name, size in description["tensors"].items()}
+        parts = {name: None if size is None else (size[0], size[1]) for name, size in description["parts"].items()}
+        shape = ModuleShape(description["kind"], sizes, parts)
         return Model(
-            name=found.name,
+            name=files.name,
             hf=Lazy(partial(_module, describe)),  # type: ignore[arg-type]
             config=config,
-            tokenizer=Tokenizer(KeptTokenizer(**said["tokenizer"])),
+            tokenizer=Tokenizer(KeptTokenizer(**description["tokenizer"])),
             dtype=dtype,
             device=CPU,
             groups=layer_groups(source, config),
             layers=layer_shapes(config),
             vocab_size=config.vocab_size,
-            eos_token_ids=frozenset(said["end_tokens"]),
+            eos_token_ids=frozenset(description["end_tokens"]),
             max_position=max_position(source, config),
             weights=weights,
-            sampling=said["sampling"],
+            sampling=description["sampling"],
             shape=shape,
-            sample=said["sample"],
+            sample=description["sample"],
         )
     except ModelError:
         raise
     except Exception as fault:  # its digest is right, and so somebody has written nonsense
-        log.warning("the description of %s in %s is not used: %r", found.name, path, fault)
+        log.warning("the description of %s in %s is not used: %r", files.name, path, fault)
         return None
 
 
-def keep_model(found: ModelSource, model: Model) -> None:
+def keep_model(files: ModelSource, model: Model) -> None:
     """Write the description of a model from `describe_model`; logs the reason if it cannot be written."""
     from genbatch.nif.models.gguf_file import GgufWeights
     from genbatch.nif.models.weight_source import JoinedWeights, SafetensorsWeights
 
-    path = _place(found)
+    path = _place(files)
     weights = model.weights.files if isinstance(model.weights, JoinedWeights) else model.weights
     if path is None or type(weights) not in (GgufWeights, SafetensorsWeights):
         return
     try:
         with quiet_transformers():  # some of a configuration's attributes are deprecated
-            said = _described(model)
-        if said is None:
+            description = _described(model)
+        if description is None:
             return
-        payload = json.dumps(said).encode()
+        payload = json.dumps(description).encode()
         digest = hashlib.sha256(payload).hexdigest().encode()
         private_folder(path.parent)
         _write(path, _MAGIC + digest + b"\n" + payload)
@@ -195,14 +195,14 @@ def _described(model: Model) -> dict[str, Any] | None:
     if not all(type(part).__module__.startswith(LINEAR_MODULES) for part in linears):
         return None
     try:
-        said = _facts_to_keep(model, shape)
-        read = json.loads(json.dumps(said))
+        description = _facts_to_keep(model, shape)
+        read = json.loads(json.dumps(description))
         config: Any = KeptConfig(read["config"], read["attributes"], read["frequencies"])
         is_same = _facts(shape.kind, model.name, config) == _facts(shape.kind, model.name, model.config)
     except Exception as fault:  # a configuration may hold any object, and lack any attribute
         log.debug("%s is not kept: %r", model.name, fault)
         return None
-    return said if is_same else None
+    return description if is_same else None
 
 
 def _facts_to_keep(model: Model, shape: ModuleShape) -> dict[str, Any]:
@@ -246,35 +246,35 @@ def _attributes(config: Any) -> dict[str, Any]:
     """The attributes of a configuration that a file can hold: its own, its class's properties and its aliases."""
     names = {name for name in vars(config) if not name.startswith("_")} | set(config.attribute_map)
     names |= {name for name in dir(type(config)) if isinstance(getattr(type(config), name, None), property)}
-    found = {}
+    values = {}
     for name in names:
         try:
             value = getattr(config, name)
             json.dumps(value)  # with infinities, which Python reads again
         except Exception:  # a property may need what is not there; what is asked for is compared later
             continue
-        found[name] = value
-    return found
+        values[name] = value
+    return values
 
 
 # The file
 
 
-def _place(found: ModelSource) -> Path | None:
+def _place(source: ModelSource) -> Path | None:
     """Where the description of a model's files is; None where they cannot be told apart from others."""
-    identity = files_identity(found)
+    identity = files_identity(source)
     try:
         return cache_directory() / "described" / f"{identity}.json" if identity else None
     except ModelError:
         return None
 
 
-def files_identity(found: ModelSource) -> str:
+def files_identity(source: ModelSource) -> str:
     """Return a digest of this code and of the model's files, by size, times and inode; "" if there is none."""
     try:
-        paths = [found.path]
-        if found.path.is_dir():
-            paths = sorted(path for path in found.path.rglob("*") if path.is_file())
+        paths = [source.path]
+        if source.path.is_dir():
+            paths = sorted(path for path in source.path.rglob("*") if path.is_file())
         if len(paths) > _MAX_FILES:
             return ""
         digest = hashlib.sha256(_version())
@@ -315,8 +315,8 @@ def _read(path: Path) -> dict[str, Any] | None:
     if data[:start] != _MAGIC + digest + b"\n":
         log.warning("the model's description %s is damaged, and is made anew", path)
         return None
-    said: dict[str, Any] = json.loads(data[start:])
-    return said
+    description: dict[str, Any] = json.loads(data[start:])
+    return description
 
 
 def _write(path: Path, data: bytes) -> None:

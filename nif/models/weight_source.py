@@ -503,12 +503,12 @@ def _shards(model: str, directory: Path) -> list[Path]:
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object and refuse one with a duplicate key."""
-    found: dict[str, Any] = {}
+    members: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in members:
             raise ValueError(f"the key {key!r} occurs twice")
-        found[key] = value
-    return found
+        members[key] = value
+    return members
 
 
 def _entries(model: str, file: MappedFile) -> Iterator[tuple[str, tuple[str, tuple[int, ...], int, int]]]:

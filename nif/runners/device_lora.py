@@ -75,7 +75,9 @@ class DeviceLora:
     def __init__(self, model: "Model") -> None:
         self._device = model.torch_device
         modules = dict(model.hf.named_modules())
-        self._sizes = {name: one.out_features for name, one in modules.items() if isinstance(one, torch.nn.Linear)}
+        self._sizes = {
+            name: module.out_features for name, module in modules.items() if isinstance(module, torch.nn.Linear)
+        }
         self._num_layers = len(model.layers)
         self._pairs: dict[int, _Pairs] = {}  # by handle
         self._numbers: dict[int, int] = {}  # by handle, places in the tables

@@ -70,7 +70,7 @@ class EncoderRunner:
         """
         step = tensors(batch)
         logits = self._write(step)
-        assert step.state_rows is not None, "no states are wanted"
+        assert step.state_rows is not None, "no states are requested"
         entries = torch.searchsorted(step.query_starts, step.state_rows, right=True) - 1
         texts = [self._text(step, entry) for entry in entries.tolist()]
         pooled = torch.empty(len(texts), self._pooling.size)

@@ -390,10 +390,10 @@ class DecodeGraphs:
         """Run a batch through its graph; returns logits [T, vocab_size], or None if no graph applies."""
         num_tokens = len(batch.input_ids)
         adapters = None if self._lora is None else self._lora.numbers(batch.adapters)
-        found = self.find(DecodeStep(batch, _greedy(num_tokens), adapters))
-        if found is None:
+        replay = self.find(DecodeStep(batch, _greedy(num_tokens), adapters))
+        if replay is None:
             return None
-        graph, step = found
+        graph, step = replay
         packed = torch.empty(packed_size(step), dtype=torch.uint8, device=self._place.inputs.device)
         graph.load(self._place.upload.upload_step(step, into=packed), packed)
         # Clone, because the next replay writes to the same memory.
@@ -424,7 +424,7 @@ class DecodeGraphs:
         for products in self._products:
             decode = partial(self._decode, products=products)
             captured.append((CapturedStep(sample, decode, self._place), products))
-        return min(captured, key=lambda one: one[0].seconds())
+        return min(captured, key=lambda entry: entry[0].seconds())
 
 
 @dataclass(frozen=True, slots=True)

@@ -341,7 +341,7 @@ def _own_codes(model: "Model", names: list[str], quantize: str) -> PackedWeight 
     if quantize != "int4" or model.codes is None:
         return None
     tensors = [model.codes.tensor(name) for name in names]
-    groups = [found for tensor in tensors if (found := tensor.nibbles(GROUP)) is not None]
+    groups = [nibbles for tensor in tensors if (nibbles := tensor.nibbles(GROUP)) is not None]
     if len(groups) < len(tensors):
         return None
     codes, scales, zeros = (torch.cat(parts) for parts in zip(*groups, strict=True))
@@ -369,8 +369,8 @@ def is_packed(model: "Model") -> bool:
 def _projections(module: Any, quantize: str) -> tuple[PackedWeight, PackedWeight, PackedWeight, PackedWeight]:
     """Return a layer's packed QKV, attention output, gate and up, and MLP output projections."""
     if hasattr(module, "packed"):
-        made: tuple[PackedWeight, PackedWeight, PackedWeight, PackedWeight] = module.packed
-        return made
+        packed: tuple[PackedWeight, PackedWeight, PackedWeight, PackedWeight] = module.packed
+        return packed
     attention, mlp = module.self_attn, module.mlp
     return (
         pack(*_merge([attention.q_proj, attention.k_proj, attention.v_proj]), quantize),

@@ -523,14 +523,14 @@ class TorchRunner:
     def _logits(self, batch: TensorBatch) -> torch.Tensor:
         assert self._pools, "forward needs a pool"
         step = TorchStep(batch, self.groups, self._pools, self._block_size)
-        wanted = {"logits_to_keep": batch.logit_rows} if self._keeps_logits else {}
+        options = {"logits_to_keep": batch.logit_rows} if self._keeps_logits else {}
         with self._lora.applied(batch.adapters):
             output = self._model.hf(
                 input_ids=batch.input_ids[None],
                 position_ids=batch.positions[None],
                 use_cache=False,
                 genbatch_step=step,
-                **wanted,
+                **options,
             )
         logits: torch.Tensor = output.logits[0]
         if not self._keeps_logits:
@@ -559,7 +559,7 @@ class TorchRunner:
             logits = self._logits(step)
         finally:
             hook.remove()
-        assert step.state_rows is not None, "no states are wanted"
+        assert step.state_rows is not None, "no states are requested"
         return rows_of(logits), rows_of(seen[0][step.state_rows].float())
 
     @torch.inference_mode()

@@ -358,7 +358,7 @@ class TritonRunner:
         """Run one step over a batch on the device."""
         if self._lean is not None:
             return self._lean.forward(LeanStep(batch, self._pools, every_row, self._lean_lora(batch)))
-        wanted = {"logits_to_keep": batch.logit_rows} if self._keeps_logits else {}
+        options = {"logits_to_keep": batch.logit_rows} if self._keeps_logits else {}
         assert isinstance(self._lora, LoraHooks)
         with self._lora.applied(batch.adapters):
             output = self._model.hf(
@@ -366,7 +366,7 @@ class TritonRunner:
                 position_ids=batch.positions[None],
                 use_cache=False,
                 genbatch_step=TritonStep(self._model, batch, self._pools, self._setting),
-                **wanted,
+                **options,
             )
         logits: torch.Tensor = output.logits[0]
         return (logits if self._keeps_logits else logits[batch.logit_rows]).float()

@@ -95,8 +95,8 @@ class WarmUp:
 
     def _edit(self) -> None:
         logits = torch.zeros((_FEW, self.limits.vocab_size), dtype=torch.float32, device=self.device)
-        one = np.ones(1, np.float32)
-        edit_logits(logits, [(np.zeros(1, np.int64), one, one)] * _FEW)
+        ones = np.ones(1, np.float32)
+        edit_logits(logits, [(np.zeros(1, np.int64), ones, ones)] * _FEW)
         gather_logprobs(logits, torch.zeros((_FEW, 1), dtype=torch.int64, device=self.device))
 
     def _copy(self) -> None:
