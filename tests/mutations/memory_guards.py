@@ -95,7 +95,7 @@ MEMORY_GUARDS = (
     ),
     Mutation(
         "configured prompts have no adapter",
-        expression_becomes("held.pinned and adapter is None", "held.pinned"),
+        expression_becomes("prompt.pinned and adapter is None", "prompt.pinned"),
         ("actors/batcher/test_adapters.py::test_held_prompts_are_held_for_one_adapter",),
         "a request with an adapter goes on from what was computed without one",
     ),
