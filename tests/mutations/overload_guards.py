@@ -193,7 +193,7 @@ OVERLOAD_GUARDS = (
     ),
     Mutation(
         "ageing",
-        value_becomes("1e9 * wanted.priority"),
+        value_becomes("1e9 * params.priority"),
         ("actors/batcher/test_overload.py::test_a_priority_is_worth_so_much_waiting_and_no_more",),
         "the less urgent starve",
     ),
