@@ -209,8 +209,10 @@ class EngineOptions:
     draft: str = ""
 
     def __post_init__(self) -> None:
-        """Raises:
-        OptionError: a value out of range; the error names it.
+        """Check the values.
+
+        Raises:
+            OptionError: a value out of range; the error names it.
         """
         if self.runner not in RUNNERS:
             raise OptionError("runner", f"{self.runner!r} is none of {', '.join(RUNNERS)}")
@@ -264,8 +266,10 @@ class EngineOptions:
 
 
 def check_dtype(name: str) -> None:
-    """Raises:
-    OptionError: the dtype does not exist; the message suggests the likely one.
+    """Check that the dtype exists.
+
+    Raises:
+        OptionError: the dtype does not exist; the message suggests the likely one.
     """
     if name not in DTYPES:
         meant = _OTHER_DTYPES.get(name.lower())
@@ -281,8 +285,10 @@ _OTHER_DTYPES = {
 
 
 def check_gpu_layers(n_gpu_layers: int) -> None:
-    """Raises:
-    OptionError: the layers would be split between GPU and CPU; the message names the alternatives.
+    """Check that all layers run on one device.
+
+    Raises:
+        OptionError: the layers would be split between GPU and CPU; the message names the alternatives.
     """
     if n_gpu_layers not in (-1, 0) or isinstance(n_gpu_layers, bool):
         raise OptionError(

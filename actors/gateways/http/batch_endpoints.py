@@ -145,8 +145,10 @@ def _owner(request: Request) -> str:
 
 
 async def _form(request: Request) -> FormData:
-    """Raises:
-    InvalidRequest: the body is no form.
+    """Parse the body as a form.
+
+    Raises:
+        InvalidRequest: the body is no form.
     """
 
     async def stream() -> AsyncGenerator[bytes, None]:

@@ -135,8 +135,10 @@ class BatchStore:
         return True
 
     def check_ours(self) -> None:
-        """Raises:
-        Unavailable: another service has the directory, so nothing may be written there.
+        """Check that this service holds the directory's lock.
+
+        Raises:
+            Unavailable: another service has the directory, so nothing may be written there.
         """
         if not self._lock.is_locked:
             raise Unavailable("another service has the files and batches for now", retry_after_ms=1000)
@@ -213,10 +215,12 @@ class BatchStore:
         return self.path(file_id).stat().st_size
 
     def delete_file(self, owner: str, file_id: str) -> None:
-        """Raises:
-        Refusal: the owner has no such file.
-        InvalidRequest: a batch that has not ended needs it.
-        Unavailable: another service has the directory.
+        """Delete a file.
+
+        Raises:
+            Refusal: the owner has no such file.
+            InvalidRequest: a batch that has not ended needs it.
+            Unavailable: another service has the directory.
         """
         self.check_ours()
         self.file(owner, file_id)

@@ -84,8 +84,10 @@ class Peers:
 
     @classmethod
     def of(cls, socket: trio.socket.SocketType, scheme: str) -> "Peers":
-        """Raises:
-        OSError: the client has gone.
+        """Return the addresses of a connection.
+
+        Raises:
+            OSError: the client has gone.
         """
         return cls(scheme, socket.getpeername()[:2], socket.getsockname()[:2])
 
@@ -337,8 +339,10 @@ class HTTPConnection:
     # Bytes
 
     async def _next_event(self) -> Any:
-        """Raises:
-        Refusal: the received bytes are not HTTP.
+        """Return h11's next event; read from the client until there is one.
+
+        Raises:
+            Refusal: the received bytes are not HTTP.
         """
         while True:
             try:
@@ -384,8 +388,10 @@ def _send_urgent_byte(borrowed: trio.socket.SocketType) -> None:
 
 
 def _check_framing(version: bytes, names: set[bytes]) -> None:
-    """Raises:
-    Refusal: the version is not served, or two parties could disagree on where the body ends.
+    """Check the HTTP version, and that the headers give the body one length.
+
+    Raises:
+        Refusal: the version is not served, or two parties could disagree on where the body ends.
     """
     if version not in VERSIONS:
         raise Refusal(505, "http_version", "this service speaks HTTP/1.1 and HTTP/1.0, and no other version")
@@ -572,8 +578,10 @@ class MetricsGateway(HTTPGateway):
 
 
 async def _encrypted(stream: trio.SocketStream, tls: ssl.SSLContext) -> trio.SSLStream[trio.SocketStream]:
-    """Raises:
-    trio.BrokenResourceError, trio.TooSlowError: the handshake failed.
+    """Return the stream after the TLS handshake.
+
+    Raises:
+        trio.BrokenResourceError, trio.TooSlowError: the handshake failed.
     """
     encrypted = trio.SSLStream(stream, tls, server_side=True, https_compatible=True)
     with trio.fail_after(HANDSHAKE_S):
