@@ -5,9 +5,10 @@ which the step may evaluate prompts. See ADRs/0040-a-step-has-a-time.md.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import Enum
 from math import inf, sqrt
+from typing import TypeVar
 
 from genbatch.actors.scheduling.request import LlmRequest, Phase, RequestList
 from genbatch.nif.step_costs import StepTime, StepWork
@@ -216,18 +217,6 @@ class CapacityOutput:
     paused_requests: RequestList
     never_fitting: RequestList = field(default_factory=list)
 
-    @classmethod
-    def of(cls, output: "CapacityOutput | tuple[RequestList, RequestList]") -> "CapacityOutput":
-        """Convert the answer of a scheduler, which may be the plain lists.
-
-        Raises:
-            SchedulerError: the answer is of another type.
-        """
-        if isinstance(output, CapacityOutput):
-            return output
-        fitting_requests, paused_requests = _lists(output, cls, 2)
-        return cls(fitting_requests, paused_requests)
-
     def __iter__(self) -> Iterator[RequestList]:
         yield self.fitting_requests
         yield self.paused_requests
@@ -241,18 +230,6 @@ class MicroBatchOutput:
     generation_requests: RequestList
     chunk_sizes: Mapping[int, int] = field(default_factory=dict)
     never_fitting: RequestList = field(default_factory=list)
-
-    @classmethod
-    def of(cls, output: "MicroBatchOutput | tuple[RequestList, RequestList]") -> "MicroBatchOutput":
-        """Convert the answer of a scheduler, which may be the plain lists.
-
-        Raises:
-            SchedulerError: the answer is of another type.
-        """
-        if isinstance(output, MicroBatchOutput):
-            return output
-        context_requests, generation_requests = _lists(output, cls, 2)
-        return cls(context_requests, generation_requests)
 
     def as_plan(self, paused_requests: RequestList, never_fitting: RequestList) -> "SchedulerOutput":
         """Return the whole plan, with the capacity scheduler's decisions."""
@@ -287,18 +264,6 @@ class SchedulerOutput:
     chunk_sizes: Mapping[int, int] = field(default_factory=dict)
     never_fitting: RequestList = field(default_factory=list)
 
-    @classmethod
-    def of(cls, output: "SchedulerOutput | PlainPlan") -> "SchedulerOutput":
-        """Convert the plan of a scheduler, which may be the plain lists.
-
-        Raises:
-            SchedulerError: the plan is of another type.
-        """
-        if isinstance(output, SchedulerOutput):
-            return output
-        context_requests, generation_requests, paused_requests = _lists(output, cls, 3)
-        return cls(context_requests, generation_requests, paused_requests)
-
     def __iter__(self) -> Iterator[RequestList]:
         yield self.context_requests
         yield self.generation_requests
@@ -315,6 +280,23 @@ class SchedulerOutput:
         return sum(self.chunk_sizes.values())
 
 
+Output = TypeVar("Output", CapacityOutput, MicroBatchOutput, SchedulerOutput)
+
+
+def as_output(kind: type[Output], answer: object) -> Output:
+    """Return a scheduler's answer as this type; the answer may be the tuple of plain lists that the type unpacks to.
+
+    Raises:
+        SchedulerError: the answer is of another type.
+    """
+    if isinstance(answer, kind):
+        return answer
+    count = len([each for each in fields(kind) if each.default_factory is MISSING])
+    if isinstance(answer, tuple) and len(answer) == count and all(isinstance(part, list) for part in answer):
+        return kind(*answer)
+    raise SchedulerError(f"a scheduler returned {answer!r:.200}, neither {kind.__name__} nor {count} lists")
+
+
 def normalize_output(
     output: SchedulerOutput | PlainPlan,
     active_requests: Sequence[LlmRequest],
@@ -329,7 +311,7 @@ def normalize_output(
         SchedulerError: not a plan; a request twice, not active, in flight or in the wrong phase; a chunk
             that is missing or larger than the context; a budget exceeded.
     """
-    plan = SchedulerOutput.of(output)
+    plan = as_output(SchedulerOutput, output)
     _check_membership(plan, active_requests, inflight_request_ids)
     _check_phases(plan)
     if plan.context_requests and not plan.chunk_sizes:
@@ -337,12 +319,6 @@ def normalize_output(
     _check_chunks(plan)
     _check_budgets(plan, limits)
     return plan
-
-
-def _lists(output: object, expected: type, count: int) -> tuple[RequestList, ...]:
-    if isinstance(output, tuple) and len(output) == count and all(isinstance(part, list) for part in output):
-        return output
-    raise SchedulerError(f"a scheduler returned {output!r:.200}, neither {expected.__name__} nor {count} lists")
 
 
 def _check_membership(plan: SchedulerOutput, active: Sequence[LlmRequest], inflight: Set[int]) -> None:

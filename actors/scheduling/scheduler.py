@@ -22,6 +22,7 @@ from genbatch.actors.scheduling.plan import (
     SchedulerOutput,
     StepLimits,
     StepPlan,
+    as_output,
     normalize_output,
 )
 from genbatch.actors.scheduling.request import (
@@ -115,13 +116,13 @@ class SimpleScheduler(RequestScheduler):
         Blocks that a step in flight still writes cannot be released. If the capacity scheduler pauses or refuses such a
         request, the plan runs no other request. The next plan pauses or refuses it, once the step has ended.
         """
-        capacity = CapacityOutput.of(self.capacity_scheduler.schedule_request(active_requests))
+        capacity = as_output(CapacityOutput, self.capacity_scheduler.schedule_request(active_requests))
         paused = _grounded(capacity.paused_requests, inflight_request_ids)
         refused = _grounded(capacity.never_fitting, inflight_request_ids)
         if len(paused) < len(capacity.paused_requests) or len(refused) < len(capacity.never_fitting):
             return SchedulerOutput([], [], paused, never_fitting=refused)
         step = self.micro_batch_scheduler.schedule(capacity.fitting_requests, inflight_request_ids)
-        return MicroBatchOutput.of(step).as_plan(paused, refused)
+        return as_output(MicroBatchOutput, step).as_plan(paused, refused)
 
 
 def _grounded(requests: RequestList, inflight_request_ids: Set[int]) -> RequestList:
@@ -317,18 +318,11 @@ class FIFOScheduler(MicroBatchScheduler):
         return MicroBatchOutput(step.context_requests, step.generation_requests, step.chunk_sizes, step.never_fitting)
 
 
-class PrefillFirstScheduler(MicroBatchScheduler):
+class PrefillFirstScheduler(FIFOScheduler):
     """Completes split contexts before decodes resume.
 
     Waiting requests come last, so a steady stream of prompts cannot starve the decodes.
-
-    Args:
-        limits: the budgets of a step.
     """
-
-    def __init__(self, limits: StepLimits) -> None:
-        super().__init__()
-        self.limits = limits
 
     def schedule(self, fitting_requests: RequestList, inflight_request_ids: Set[int]) -> MicroBatchOutput:
         """See MicroBatchScheduler; a later class gets budget only after the earlier classes got all they need."""
@@ -362,13 +356,13 @@ class LockstepScheduler(RequestScheduler):
         group = [request for request in active_requests if request.request_id in self._group]
         refused: RequestList = []
         if not group:
-            capacity = CapacityOutput.of(self.capacity_scheduler.schedule_request(active_requests))
+            capacity = as_output(CapacityOutput, self.capacity_scheduler.schedule_request(active_requests))
             if capacity.paused_requests:
                 raise SchedulerError("V1 batching needs a capacity scheduler that does not pause requests")
             group, refused = capacity.fitting_requests, capacity.never_fitting
             self._group = frozenset(request.request_id for request in group)
         contexts = [request for request in group if request.state is LlmRequestState.CONTEXT_INIT]
-        step = MicroBatchOutput.of(self.micro_batch_scheduler.schedule(contexts or group, inflight_request_ids))
+        step = as_output(MicroBatchOutput, self.micro_batch_scheduler.schedule(contexts or group, inflight_request_ids))
         return step.as_plan([], refused)
 
 
