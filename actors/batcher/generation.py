@@ -44,14 +44,14 @@ from genbatch.proto.validation import Grammar
 
 
 @dataclass(frozen=True, slots=True)
-class Parsed:
+class ParsedOutput:
     """Output beside the text that became final: thinking, and pieces of tool calls."""
 
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
-_NOTHING = Parsed()
+_NOTHING = ParsedOutput()
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ class Output:
                 ToolCallDelta(index=piece.index, id=piece.id, name=piece.name, arguments=piece.arguments)
                 for piece in pieces
             )
-            self.parsed = Parsed(reasoning, deltas)
+            self.parsed = ParsedOutput(reasoning, deltas)
 
     def _flush(self) -> str:
         """Return the text held back so far; the end may show that it contains a complete stop string."""

@@ -280,10 +280,10 @@ class SchedulerOutput:
         return sum(self.chunk_sizes.values())
 
 
-Output = TypeVar("Output", CapacityOutput, MicroBatchOutput, SchedulerOutput)
+PlanPart = TypeVar("PlanPart", CapacityOutput, MicroBatchOutput, SchedulerOutput)
 
 
-def as_output(kind: type[Output], answer: object) -> Output:
+def as_output(kind: type[PlanPart], answer: object) -> PlanPart:
     """Return a scheduler's answer as this type; the answer may be the tuple of plain lists that the type unpacks to.
 
     Raises:
