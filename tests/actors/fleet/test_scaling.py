@@ -42,5 +42,5 @@ def test_more_load_never_wants_fewer(open: int, tokens: int, without: int) -> No
 
 @pytest.mark.parametrize(("low", "high"), [(-1, 2), (3, 2), (0, 0)])
 def test_a_range_without_a_replica_is_refused(low: int, high: int) -> None:
-    with pytest.raises(RouterError, match="no range"):
+    with pytest.raises(RouterError, match="not a range"):
         ScaleRule(min_replicas=low, max_replicas=high)

@@ -166,7 +166,7 @@ def test_infill_without_a_suffix_continues_and_with_one_needs_a_model_for_it(cli
     body = {"input_prefix": "def", "prompt": " f(", "input_suffix": "", "n_predict": 5}
     assert client.post("/infill", json=body).json()["content"] == expected["choices"][0]["text"]
     refused = client.post("/infill", json={**body, "input_suffix": "):"})
-    assert refused.status_code == 400 and "filling in" in refused.text
+    assert refused.status_code == 400 and "fill-in-the-middle" in refused.text
     bad = client.post("/infill", json={**body, "input_extra": [{"filename": "a.py"}]})
     assert bad.status_code == 400 and "input_extra[0].text" in bad.text
 
