@@ -46,7 +46,7 @@ _MODULES = (
     "Qwen3_5MoeGatedDeltaNet",
 )
 
-_CONVOLUTIONS = ("Lfm2ShortConv", "Lfm2MoeShortConv")
+_CONVOLUTIONS = ("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv")
 
 _BESIDE_ATTENTION = ("FalconH1Mixer",)
 """Modules of layers that also attend: their states come after all layers, see `layer_groups`."""

@@ -47,6 +47,7 @@ FAMILIES: dict[str, Sequence[str] | None] = {
     "gpt_oss": None,  # the same with sinks and experts
     "lfm2": ATTENTION,  # short convolutions
     "lfm2_moe": None,
+    "lfm3": ATTENTION,  # convolutions, windows and full attention, with a gate for each head
     "qwen3_5": ALL,  # states and full attention
     "qwen3_next": None,
     "bamba": None,
