@@ -330,31 +330,38 @@ class StateRunner(Protocol):
 
 @runtime_checkable
 class PredictingRunner(Runner, Protocol):
-    """A runner that may have the layer of multi-token prediction (MTP): it guesses the token after the next one.
+    """A runner that may have a predictor: it guesses the token after the next one.
 
-    The layer has keys and values for each position, in the blocks of one layer group. Those of position p are of the
-    token at p + 1 and of the row in front of the model's head at p. So blocks that are shared, copied, read or written
-    bring them along.
+    The predictor is the model's own layer of multi-token prediction (MTP), or an assistant. The MTP layer has keys and
+    values for each position, in the blocks of one layer group. Those of position p are of the token at p + 1 and of the
+    row in front of the model's head at p. So blocks that are shared, copied, read or written bring them along. An
+    assistant reads the model's own keys.
     """
 
     hidden_size: int  # of a row
-    mtp_group: int | None  # of the layer's keys; None without the layer
+    predicts: bool  # whether there is a predictor
+    mtp_group: int | None  # of the MTP layer's keys; None without the layer
     predicted: npt.NDArray[np.bool_]  # [num_blocks, block_size]: the positions whose keys of the layer were written
 
     def forward_states(
-        self, batch: RaggedBatch, *, with_logits: bool
+        self, batch: RaggedBatch, tokens: npt.NDArray[np.int64], *, with_logits: bool
     ) -> tuple[npt.NDArray[np.float32] | None, Largest, npt.NDArray[np.float32]]:
-        """As `ChoosingRunner.forward_largest`, and the rows in front of the head of all tokens, [T, hidden] float32."""
+        """As `ChoosingRunner.forward_largest`, and the rows in front of the head of `tokens`, [tokens, hidden] float32.
+
+        Args:
+            tokens: which of the batch's tokens, each once.
+        """
         ...
 
     def predict(
         self, batch: RaggedBatch, states: npt.NDArray[np.float32], *, with_logits: bool
     ) -> tuple[npt.NDArray[np.float32] | None, Largest, npt.NDArray[np.float32]]:
-        """Run the layer alone.
+        """Run the predictor alone.
 
         Args:
-            batch: each position with the token that follows it.
-            states: [T, hidden] float32, the rows in front of the head at these positions.
+            batch: for the MTP layer, each position with the token that follows it. For an assistant, one token of each
+                sequence, at the position behind the sequence's keys.
+            states: [T, hidden] float32, the rows in front of the head one position before each token.
 
         Returns:
             As `forward_states`, with the rows that have logits only.

@@ -5,12 +5,12 @@
     drafts.took(draws)
 
 Guesses come from the sequence's grammar where it allows only one text, from prompt lookup in the sequence's own tokens,
-from a draft model (nif/context/draft_model.py), or from the model's own multi-token head
-(nif/context/multi_token_head.py): for each sequence from the best of them. A draft costs rows of a forward, and saves a
-step where it is right. Both sides are measured. A lookup guesses every token, drafted or not, which costs no forward.
-The hit rates of a grammar, a draft model and a head are known from their verified drafts. The cost of a row comes from
-the model of step time (nif/step_time.py). So drafting begins where it pays and ends where it does not. All of this runs
-on the model's thread.
+from a draft model (nif/context/draft_model.py), the model's own multi-token head (nif/context/multi_token_head.py) or
+an assistant (nif/context/assistant.py): for each sequence from the best of them. A draft costs rows of a forward, and
+saves a step where it is right. Both sides are measured. A lookup guesses every token, drafted or not, which costs no
+forward. The hit rates of a grammar, a draft model and a head are known from their verified drafts. The cost of a row
+comes from the model of step time (nif/step_time.py). So drafting begins where it pays and ends where it does not. All
+of this runs on the model's thread.
 """
 
 from collections.abc import Sequence as ListOf

@@ -86,7 +86,7 @@ class Decoded:
     """A step of a run has ended; unless it was the last step, the next step has begun.
 
     Args:
-        guessing_s: the seconds that a draft model took before the step.
+        guessing_s: the seconds that drafts took before the step.
         freed: indices of the sequences that have left the run and hold no blocks any more.
     """
 

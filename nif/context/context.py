@@ -17,11 +17,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from genbatch.nif.context.drafters import Drafter
+from genbatch.nif.context.assistant import Assistant
+from genbatch.nif.context.drafters import Drafter, StateDrafter
 from genbatch.nif.context.layout import lay_out
 from genbatch.nif.context.multi_token_head import MultiTokenHead
 from genbatch.nif.context.runs import DecodeRun, Kept, OverlappedRun, Read, RunRows, Steps
@@ -86,8 +87,8 @@ class Context:
         max_per_sequence: most positions one sequence may take; None means that only the pool limits a sequence.
         allow_block_sharing: whether finished blocks may be reused by content (the prefix cache).
         adapters: the model's loaded adapters; they outlive the context.
-        drafter: guesses tokens for decode runs to verify; the context closes it. None: the runner's multi-token head
-            guesses, if the runner has one.
+        drafter: guesses tokens for decode runs to verify; the context closes it. None: the runner's predictor guesses,
+            if the runner has one.
         disk: keeps the blocks of the prefix cache, for a model of one layer group; the context closes it.
 
     Raises:
@@ -144,9 +145,8 @@ class Context:
         for adapter in self.adapters.values():
             self.prepare_adapter(adapter)
         self._adapter_handles = frozenset({0, *(adapter.handle for adapter in self.adapters.values())})
-        self._predictor = runner if isinstance(runner, PredictingRunner) and runner.mtp_group is not None else None
-        self._head = None if self._predictor is None else MultiTokenHead(self._predictor, self.kv, model.vocab_size)
-        self.drafter: Drafter | None = drafter or self._head
+        self._follower = self._open_follower()
+        self.drafter: Drafter | None = drafter or self._follower
         self._chooser = runner if isinstance(runner, ChoosingRunner) else None
         self._launcher = runner if isinstance(runner, LaunchingRunner) else None
         self._texts: dict[int, Detokenizer] = {}
@@ -367,8 +367,8 @@ class Context:
             BatchError: the range does not fit either sequence.
         """
         self.kv.seq_cp(src, dst, p0, p1)
-        if self._head is not None:
-            self._head.copied(src, dst)
+        if self._follower is not None:
+            self._follower.copied(src, dst)
 
     def seq_rm(self, seq_id: int, p0: int = 0, p1: int | None = None) -> None:
         """Remove positions [p0, p1) of a sequence, its tail or all of it; the blocks return to the pool.
@@ -377,8 +377,8 @@ class Context:
             BatchError: the range would leave a hole: later positions were computed from it.
         """
         self.kv.seq_rm(seq_id, p0, p1)
-        if self._head is not None:
-            self._head.missed([seq_id])
+        if self._follower is not None:
+            self._follower.missed([seq_id])
         if self.kv.length(seq_id) == 0:
             # The next sequence in this slot must not inherit half of a code point.
             # guard: a slot forgets
@@ -464,6 +464,14 @@ class Context:
 
     # Helpers
 
+    def _open_follower(self) -> StateDrafter[Any] | None:
+        """Return the drafter that reads the model's rows, if the runner has a predictor."""
+        runner = self.runner
+        if not isinstance(runner, PredictingRunner) or not runner.predicts:
+            return None
+        kind = Assistant if runner.mtp_group is None else MultiTokenHead
+        return kind(runner, self.kv, self.model.vocab_size)
+
     def _identity(self, adapter: LoraAdapter | None) -> str:
         digest = "" if adapter is None else adapter.digest
         return fingerprint(self.model, self.runner, self.kv.block_size, digest)
@@ -502,7 +510,8 @@ class Context:
     ) -> T:
         """Run one forward; see `runs.Forward`."""
         reservation = self.kv.reserve(steps)
-        states: np.ndarray | None = None
+        follower = self._follower if self._follower is not None and self._follower.follows(len(steps)) else None
+        seen: tuple[np.ndarray, np.ndarray] | None = None
         try:
             for group, pairs in enumerate(reservation.copies):
                 if pairs:
@@ -512,8 +521,10 @@ class Context:
                 assert isinstance(self.runner, StateRunner), "nobody asks a runner without states for them"
                 logits, hidden = self.runner.forward_states(laid_out)
                 result = read(logits, None, hidden)
-            elif self._predictor is not None and self._head is not None and self._head.follows(len(steps)):
-                *chosen, states = self._predictor.forward_states(laid_out, with_logits=with_logits)
+            elif follower is not None:
+                tokens = follower.reads(laid_out)
+                *chosen, states = follower.runner.forward_states(laid_out, tokens, with_logits=with_logits)
+                seen = tokens, states
                 result = read(*chosen)
             elif self._chooser is not None:
                 result = read(*self._chooser.forward_largest(laid_out, with_logits=with_logits))
@@ -526,26 +537,12 @@ class Context:
             raise
         evaluated = None if kept is None else kept(result)
         reservation.commit(evaluated)
-        if self._head is not None:
-            _tell_head(self._head, steps, evaluated, states)
+        if self._follower is not None:
+            if seen is None:
+                self._follower.missed([seq_id for seq_id, _, _ in steps])
+            else:
+                self._follower.stepped(steps, evaluated, *seen)
         return result
-
-
-def _tell_head(
-    head: MultiTokenHead, steps: Steps, evaluated: Sequence[Sequence[int]] | None, states: np.ndarray | None
-) -> None:
-    """Tell the multi-token head of a step that was committed.
-
-    Args:
-        evaluated: each entry's tokens that were committed; None: all.
-        states: the rows in front of the head of all the step's tokens; None if they were not computed.
-    """
-    if states is None:
-        head.missed([seq_id for seq_id, _, _ in steps])
-        return
-    counts = map(len, evaluated or [tokens for _, tokens, _ in steps])
-    entries = [(seq_id, n_past, count) for (seq_id, _, n_past), count in zip(steps, counts, strict=True)]
-    head.saw(entries, np.split(states, list(accumulate(len(tokens) for _, tokens, _ in steps))[:-1]))
 
 
 def _split(rows: Rows, counts: Sequence[int]) -> list[Rows]:

@@ -1,14 +1,28 @@
 """Drafters guess the next tokens of a run's sequences, for a step of the model to verify. HitRates says how well.
 
-`DraftModel` asks another model, and `MultiTokenHead` a layer of the model itself.
+`DraftModel` asks another model. `MultiTokenHead` asks a layer of the model itself, and `Assistant` a small model that
+reads the model's keys: both are a `StateDrafter`.
 """
 
+import logging
+import time
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import accumulate, pairwise
+from typing import ClassVar, Generic, Protocol, Self, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
+from genbatch.nif.errors import OutOfBlocks
+from genbatch.nif.kv.kv_cache import KVCache
+from genbatch.nif.runner import Largest, PredictingRunner, RaggedBatch
+from genbatch.nif.sampling.choice import choose
 from genbatch.nif.sampling.sampler import SamplerState
+
+log = logging.getLogger("genbatch")
 
 # The most sequences that have drafts: with more, a further row of a step costs as much as a first one.
 DRAFTED_SEQUENCES = 4
@@ -42,7 +56,7 @@ class Drafted:
 
 
 class Drafter(Protocol):
-    """Guesses the next tokens of a run's sequences; `DraftModel` and `MultiTokenHead` implement it."""
+    """Guesses the next tokens of a run's sequences; `DraftModel` and `StateDrafter` implement it."""
 
     forward_s: float  # the measured seconds of a forward that drafts one token for each sequence
     seconds: float  # spent on drafts, in all
@@ -89,3 +103,185 @@ class HitRates:
         self._own.move_to_end(key)
         if len(self._own) > REMEMBERED:
             self._own.popitem(last=False)
+
+
+StateRows = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A sequence's part of a step that was committed.
+
+    Args:
+        n_past: the positions that the sequence had.
+        count: the positions that were added.
+        places: the tokens of the sequence's part whose rows were asked for, in ascending order.
+        states: [places, hidden], their rows in front of the model's head.
+    """
+
+    seq_id: int
+    n_past: int
+    count: int
+    places: npt.NDArray[np.int64]
+    states: StateRows
+
+
+class Guess(Protocol):
+    """What a predictor reads to guess a token of one sequence."""
+
+    @property
+    def position(self) -> int:
+        """The position of the token that is guessed."""
+        ...
+
+    def following(self, token_id: int, state: StateRows) -> Self:
+        """Return what the predictor reads after it guessed `token_id` with its own row `state`, [hidden]."""
+        ...
+
+
+G = TypeVar("G", bound=Guess)
+
+
+class StateDrafter(ABC, Generic[G]):
+    """Guesses with the predictor of a runner, which reads rows that the model had in front of its head.
+
+    `MultiTokenHead` and `Assistant` say which rows it reads. Implements `Drafter`. It follows the steps of up to
+    `DRAFTED_SEQUENCES` sequences. Guesses are drawn with forks of the sequences' samplers. An error of the predictor
+    never fails a request: it is logged once, and drafting ends.
+
+    Args:
+        runner: computes the predictor.
+        kv: holds the sequences, none so far.
+        vocab_size: the width of the logits.
+    """
+
+    name: ClassVar[str]  # in logs
+
+    def __init__(self, runner: PredictingRunner, kv: KVCache, vocab_size: int) -> None:
+        assert runner.predicts
+        self.runner = runner
+        self._kv = kv
+        self._vocab_size = vocab_size
+        self._has_failed = False
+        self._rates = HitRates()
+        self.seconds = 0.0  # spent on drafts, in all
+        self._rehearse()  # touches the predictor's weights
+        began = time.perf_counter()
+        self._rehearse()
+        self.forward_s = time.perf_counter() - began
+
+    def chance(self, key: int) -> float:
+        """Return the estimated probability that a drafted token of this sequence is right."""
+        return 0.0 if self._has_failed else self._rates.chance(key)
+
+    def verified(self, key: int, num_drafted: int, num_right: int) -> None:
+        """Learn from a step of the model: how many of the drafted tokens were right."""
+        self._rates.verified(key, num_drafted, num_right)
+
+    def follows(self, num_sequences: int) -> bool:
+        """Whether the drafter wants the rows of a step of so many sequences; more of them would wait too long."""
+        return num_sequences <= DRAFTED_SEQUENCES and not self._has_failed
+
+    def stepped(
+        self,
+        steps: Sequence[tuple[int, Sequence[int], int]],
+        evaluated: Sequence[Sequence[int]] | None,
+        tokens: npt.NDArray[np.int64],
+        states: StateRows,
+    ) -> None:
+        """Take the rows of a step that was committed.
+
+        Args:
+            steps: each sequence's slot, its tokens in the step, and the positions that it had.
+            evaluated: each sequence's tokens that were committed; None: all.
+            tokens: the step's tokens whose rows were computed, as `reads` chose them.
+            states: [tokens, hidden].
+        """
+        try:
+            starts = [0, *accumulate(len(fed) for _, fed, _ in steps)]
+            cuts = np.searchsorted(tokens, starts).tolist()
+            parts = zip(steps, evaluated or [fed for _, fed, _ in steps], starts, pairwise(cuts), strict=False)
+            self._see(
+                [
+                    Seen(seq_id, n_past, len(kept), tokens[first:end] - start, states[first:end])
+                    for (seq_id, _, n_past), kept, start, (first, end) in parts
+                ]
+            )
+        except Exception:
+            self._fail()
+
+    def propose(self, sequences: Sequence[Drafted], lengths: Sequence[int]) -> list[list[int]]:
+        """Draft up to `lengths[i]` tokens for each sequence; [] where the newest row is missing."""
+        began = time.perf_counter()
+        drafts: list[list[int]] = [[] for _ in sequences]
+        try:
+            self._propose(sequences, lengths, drafts)
+        except OutOfBlocks:
+            pass  # the first tokens of the drafts need no further block
+        except Exception:
+            self._fail()
+            return [[] for _ in sequences]
+        finally:
+            self.seconds += time.perf_counter() - began
+        return drafts
+
+    @abstractmethod
+    def reads(self, batch: RaggedBatch) -> npt.NDArray[np.int64]:
+        """Return the tokens of a step whose rows the drafter reads, in ascending order."""
+
+    @abstractmethod
+    def missed(self, seq_ids: Sequence[int]) -> None:
+        """Note that the rows of a step were not computed, or that sequences ended."""
+
+    @abstractmethod
+    def copied(self, src: int, dst: int) -> None:
+        """Note that `dst` shares all positions of `src` now."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Forget all rows."""
+
+    @abstractmethod
+    def _see(self, parts: Sequence[Seen]) -> None: ...
+
+    @abstractmethod
+    def _propose(self, sequences: Sequence[Drafted], lengths: Sequence[int], drafts: list[list[int]]) -> None:
+        """Append guesses to `drafts`."""
+
+    @abstractmethod
+    def _read(self, parts: Sequence[G], *, with_logits: bool) -> tuple[StateRows | None, Largest, StateRows]:
+        """Run the predictor; returns the logits and the rows of the last token of each part."""
+
+    @abstractmethod
+    def _rehearse(self) -> None:
+        """Run a forward that drafts one token."""
+
+    def _draw(
+        self,
+        parts: dict[int, G],
+        samplers: dict[int, SamplerState],
+        drafts: list[list[int]],
+        lengths: Sequence[int],
+    ) -> dict[int, G]:
+        """Read the parts and append a draw to each draft; return the parts that draw the next tokens."""
+        began = time.perf_counter()
+        states = [samplers[i] for i in parts]
+        rows, largest, hidden = self._read(
+            list(parts.values()), with_logits=any(state.reads_logits for state in states)
+        )
+        drawn = choose(rows, largest, states, [part.position for part in parts.values()])
+        following = {}
+        for (i, part), draw, row in zip(parts.items(), drawn, hidden, strict=True):
+            if draw.failed or draw.token_id >= self._vocab_size:
+                continue
+            drafts[i].append(draw.token_id)
+            samplers[i].accept(draw.token_id)
+            if len(drafts[i]) < lengths[i] and not samplers[i].is_slow:
+                following[i] = part.following(draw.token_id, row)
+        self.forward_s += NEWEST_TIME * (time.perf_counter() - began - self.forward_s)
+        return following
+
+    def _fail(self) -> None:
+        log.exception("the %s failed; it drafts nothing from now on", self.name)
+        self._has_failed = True
+        self.close()

@@ -3,7 +3,7 @@
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -20,6 +20,7 @@ from genbatch.nif.kv.cache_size import CacheLimits, CacheSize, FreeMemory, StepS
 from genbatch.nif.kv.disk_cache import DiskCache
 from genbatch.nif.kv.offload import fingerprint
 from genbatch.nif.models.architecture import heads_of, widest_mlp
+from genbatch.nif.models.assistants import describe_assistant, is_assistant, layers_read
 from genbatch.nif.models.hub import Progress
 from genbatch.nif.models.loaded_model import DTYPES, Model
 from genbatch.nif.models.lora import AdapterLimits, Adapters
@@ -229,8 +230,40 @@ def load_engine(options: EngineOptions, progress: Progress | None = None) -> Eng
         engine.model.tokenizer.renderer.prepare()
     load_adapters(engine, options.lora)
     if options.draft not in ("", OWN_DRAFT):
-        engine.draft = _load_draft(engine.model, options, progress)
+        assistant = _find_assistant(options.draft, progress)
+        if assistant is not None:
+            _add_assistant(engine, assistant)
+        else:
+            engine.draft = _load_draft(engine.model, options, progress)
     return engine
+
+
+def _find_assistant(source: str, progress: Progress | None) -> ModelSource | None:
+    """Return the files that the option `draft` names if they are an assistant's."""
+    try:
+        found = resolve_model(source, progress or no_progress)
+        return found if is_assistant(found) else None
+    except ModelError as error:
+        raise OptionError("draft", str(error)) from error
+
+
+def _add_assistant(engine: Engine, found: ModelSource) -> None:
+    """Let an assistant predict for the engine's model, in the model's own numbers.
+
+    Raises:
+        OptionError: the runner is not native, or the assistant cannot be read or was made for another model.
+    """
+    options, new_runner = engine.options, engine._new_runner
+    if not isinstance(new_runner, NativeRunners):
+        reason = f"{found.name} is an assistant, which needs the native runner; {engine.model.name} runs without it"
+        raise OptionError("draft", reason)
+    try:
+        assistant = describe_assistant(options.draft, found, engine.model, files_identity(found))
+        layers_read(assistant, engine.model)  # before anything is packed
+        cache_bytes = int(options.weights_cache * 2**30)
+        new_runner.weights.add_assistant(ModelWeights(assistant, _quantize(options), cache_bytes=cache_bytes))
+    except (ModelError, NativeUnavailable) as error:
+        raise OptionError("draft", str(error)) from error
 
 
 # The share of token ids that may mean other texts in the draft model's vocabulary.
@@ -438,7 +471,20 @@ def choose_runner(model: Model, options: EngineOptions) -> Callable[[int, int], 
         log.warning("%s runs in torch, about three times slower than natively: %s", model.name, unavailable.reason)
         return lambda *_: _torch_runner(model, options)
     kv_dtype = None if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
-    return lambda *_: NativeRunner(weights, kv_dtype=kv_dtype, n_threads=options.n_threads or None)
+    return NativeRunners(weights, kv_dtype, options.n_threads or None)
+
+
+@dataclass(frozen=True, slots=True)
+class NativeRunners:
+    """Makes the native runners of successive contexts, over the same packed weights."""
+
+    weights: ModelWeights
+    kv_dtype: str | None
+    n_threads: int | None
+
+    def __call__(self, *_: int) -> NativeRunner:
+        """Return a new runner."""
+        return NativeRunner(self.weights, kv_dtype=self.kv_dtype, n_threads=self.n_threads)
 
 
 def _pooling_runner(model: Model, options: EngineOptions) -> Callable[[int, int], Runner]:

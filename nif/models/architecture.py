@@ -261,6 +261,29 @@ class MtpNames:
 
 
 @dataclass(frozen=True, slots=True)
+class AssistantNames:
+    """A model that predicts for another one, whose keys and values its layers read; they have none of their own.
+
+    Args:
+        hidden_size: of the other model.
+        clusters: how many clusters of tokens the head has; 0: each token gets a logit of its own.
+        chosen: the clusters of which a row's tokens get logits.
+        input: name of the linear that makes a row of a token's embedding and of the other model's row.
+        output: name of the linear that makes the next prediction's row of the row in front of the head.
+        centroids: name of the linear that gives each cluster's score.
+        ordering: name of the tensor of all tokens, cluster by cluster.
+    """
+
+    hidden_size: int
+    clusters: int = 0
+    chosen: int = 0
+    input: str = "pre_projection"
+    output: str = "post_projection"
+    centroids: str = "masked_embedding.centroids"
+    ordering: str = "masked_embedding.token_ordering"
+
+
+@dataclass(frozen=True, slots=True)
 class SomeRows:
     """Some rows of a tensor.
 
@@ -363,6 +386,7 @@ class Architecture:
         factors: of a linear's products and bias, by the end of its name.
         input_factor: of the products of queries, keys and values.
         mtp: the names of the MTP layer, which a file may have; None where it is not computed.
+        assistant: what a model has that predicts for another one; None of other models.
     """
 
     norm_eps: float
@@ -401,6 +425,7 @@ class Architecture:
     factors: Mapping[str, float] = field(default_factory=dict)
     input_factor: float = 1.0
     mtp: MtpNames | None = None
+    assistant: AssistantNames | None = None
 
     def attends(self, layer: int) -> bool:
         """Whether a layer attends."""
@@ -463,12 +488,16 @@ def layer_bases(config: Any) -> tuple[float, ...]:
 
 
 def kv_sources(config: Any) -> dict[int, int]:
-    """Return the earlier layer that wrote the keys and values which a layer reads, for layers that write none."""
+    """Return the earlier layer that wrote the keys and values which a layer reads, for layers that write none.
+
+    The layers of an assistant have no earlier one: they read another model's.
+    """
     last: dict[str, int] = {}
     sources: dict[int, int] = {}
     for layer, mode in enumerate(getattr(config, "kv_sharing_modes", None) or ()):
         if mode == "reuse":
-            sources[layer] = last[config.layer_types[layer]]
+            if (source := last.get(config.layer_types[layer])) is not None:
+                sources[layer] = source
         else:
             last[config.layer_types[layer]] = layer
     return sources

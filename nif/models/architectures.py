@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from genbatch.nif.errors import ModelError
 from genbatch.nif.models.architecture import BOTH, KEEP_NOTHING, RECURRENT_KINDS, Architecture, has_alpha, shapes_of
-from genbatch.nif.models.dense_families import DENSE_FAMILIES
+from genbatch.nif.models.dense_families import DENSE_FAMILIES, gemma4_assistant
 from genbatch.nif.models.expert_families import EXPERT_FAMILIES
 from genbatch.nif.models.hybrid_families import HYBRID_FAMILIES
 from genbatch.nif.runner import NO_SHAPE, LayerGroup, LayerShape
@@ -27,6 +27,14 @@ LACKING = {
 
 ARCHITECTURES: dict[str, Callable[[Any], Architecture]] = {**DENSE_FAMILIES, **EXPERT_FAMILIES, **HYBRID_FAMILIES}
 """By the name of transformers' class, what makes the architecture of a configuration."""
+
+ASSISTANTS: dict[str, Callable[[Any], Architecture]] = {
+    "Gemma4AssistantForCausalLM": gemma4_assistant,
+    "Gemma4UnifiedAssistantForCausalLM": gemma4_assistant,
+}
+"""The same of models that predict for another one, and cannot run alone."""
+
+DESCRIPTIONS = {**ARCHITECTURES, **ASSISTANTS}
 
 
 def described(model_class: type) -> bool:

@@ -12,6 +12,7 @@ from genbatch.nif.models.architecture import (
     WHOLE,
     AltUpNames,
     Architecture,
+    AssistantNames,
     LayerEmbeddings,
     Tensors,
     head_dim_of,
@@ -80,6 +81,14 @@ def gemma4(config: Any) -> Architecture:
         logit_cap=config.final_logit_softcapping or 0.0,
         layer_embeddings=LayerEmbeddings(width) if width else None,
     )
+
+
+def gemma4_assistant(config: Any) -> Architecture:
+    """Layers of Gemma 4 that read the keys of the model for which they predict; logits without a cap."""
+    names = AssistantNames(config.backbone_hidden_size)
+    if config.use_ordered_embeddings:
+        names = replace(names, clusters=config.num_centroids, chosen=config.centroid_intermediate_top_k)
+    return replace(gemma4(config), logit_cap=0.0, assistant=names)
 
 
 def _gemma3n(config: Any) -> Architecture:

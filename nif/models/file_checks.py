@@ -23,7 +23,7 @@ import numpy as np
 
 from genbatch.nif.errors import ModelError
 from genbatch.nif.models.architecture import Architecture, kv_sources
-from genbatch.nif.models.architectures import ARCHITECTURES
+from genbatch.nif.models.architectures import DESCRIPTIONS
 from genbatch.nif.models.weight_source import WeightSource, is_finite
 
 if TYPE_CHECKING:  # imported where they are used: a model that was described before needs neither
@@ -316,7 +316,7 @@ def check_complete(
         if not all(_is_whole(size) and 1 <= size <= _MAX_NUMBER for size in value):
             raise ModelError(source, f"{name} is {shown(value)}; each must be a whole number from 1 on")
     try:
-        architecture = ARCHITECTURES[kind](config)
+        architecture = DESCRIPTIONS[kind](config)
     except (TypeError, ValueError, ArithmeticError, AttributeError, KeyError) as fault:
         raise ModelError(source, f"its configuration is none of a {kind}: {one_line(fault)}") from fault
     for name, value in ((field.name, getattr(architecture, field.name)) for field in dataclasses.fields(architecture)):

@@ -421,8 +421,21 @@ VARIANTS: dict[str, tuple[str, Callable[[Any], bool], GgufFamily]] = {
 """By `general.architecture`: a key without the architecture, and the family of files with such a value of it."""
 
 
+ASSISTANT = "gemma4-assistant"
+"""llama.cpp's architecture of assistants, which are no models of their own."""
+
+_ASSISTANT_FAMILY = replace(
+    FAMILIES["gemma4"],
+    settings={**FAMILIES["gemma4"].settings, "nextn_predict_layers": "num_kv_shared_layers"},  # all of its layers
+    fixed={"vocab_size_per_layer_input": 0},
+    top_names={**TOP_NAMES, **{f"nextn.{part}": part for part in ("pre_projection", "post_projection")}},
+)
+
+
 def family_of(architecture: str, metadata: Mapping[str, Any]) -> GgufFamily | None:
     """The family of a file; None where its architecture is not in the table."""
+    if architecture == ASSISTANT:
+        return _ASSISTANT_FAMILY
     if architecture in VARIANTS:
         key, is_variant, variant = VARIANTS[architecture]
         if is_variant(metadata.get(f"{architecture}.{key}")):

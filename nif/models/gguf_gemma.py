@@ -24,10 +24,9 @@ def settle_gemma4(file: Any, settings: dict[str, Any]) -> None:
     full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
     settings["global_head_dim"] = settings.pop("head_dim", None)
     settings["head_dim"] = metadata.get(f"{start}attention.key_length_swa", settings["global_head_dim"])
-    settings["attention_k_eq_v"] = any(
-        f"blk.{layer}.attn_v.weight" not in file.names() for layer in _own(full, settings)
-    )
-    heads = _each(file, "attention.head_count_kv", settings)
+    own, heads = _own(full, settings), _each(file, "attention.head_count_kv", settings)
+    without_values = any(f"blk.{layer}.attn_v.weight" not in file.names() for layer in own)
+    settings["attention_k_eq_v"] = without_values or (not own and len(set(heads)) > 1)  # an assistant has no keys
     for kind, name in (("sliding_attention", "num_key_value_heads"), ("full_attention", "num_global_key_value_heads")):
         counts = {count for count, other in zip(heads, kinds, strict=True) if other == kind} or set(heads)
         if len(counts) != 1:

@@ -34,6 +34,7 @@ from genbatch.nif.models.architectures import (
     layer_shapes,
     max_position,
 )
+from genbatch.nif.models.assistants import ASSISTANT_KINDS, NO_MODEL
 from genbatch.nif.models.encoders import GROUPS, LAYERS, encoder_class, encoder_positions, is_encoder, load_encoder
 from genbatch.nif.models.file_checks import (
     check_all_used,
@@ -48,6 +49,7 @@ from genbatch.nif.models.file_checks import (
     token_ids,
 )
 from genbatch.nif.models.gguf_config import gguf_config, gguf_end_tokens, gguf_tokenizer
+from genbatch.nif.models.gguf_families import ASSISTANT
 from genbatch.nif.models.gguf_file import GgufFile, GgufWeights
 from genbatch.nif.models.hub import Progress
 from genbatch.nif.models.loaded_model import DTYPES, Model
@@ -271,6 +273,8 @@ class _Directory:
             config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         except Exception as fault:
             raise ModelError(source, f"config.json is not one that transformers can read: {one_line(fault)}") from fault
+        if config.model_type in ASSISTANT_KINDS:
+            raise ModelError(source, NO_MODEL)
         _check_text_config(source, config)
         read_whole(config)
         self.config = config
@@ -362,6 +366,8 @@ class _Gguf:
     def __init__(self, source: str, path: Path) -> None:
         self._source = source
         self._file = GgufFile(source, path)
+        if self._file.architecture == ASSISTANT:
+            raise ModelError(source, NO_MODEL)
         self.config = gguf_config(self._file)
         self.is_encoder = False
         self.model_class = _supported_class(source, self.config)

@@ -25,7 +25,7 @@ from filelock import FileLock
 from genbatch.nif.errors import ModelError
 from genbatch.nif.models.gguf_config import check_unscaled
 from genbatch.nif.models.gguf_encoders import ENCODERS, convert_encoder
-from genbatch.nif.models.gguf_families import FAMILIES
+from genbatch.nif.models.gguf_families import ASSISTANT, FAMILIES
 from genbatch.nif.models.gguf_file import GgufFile
 from genbatch.nif.models.hub import HUB_ID, Progress, download
 from genbatch.nif.models.model_names import (
@@ -299,12 +299,17 @@ def _pip_version() -> tuple[int, ...]:
 # GGUF files
 
 
+_OTHER_ASSISTANTS = ("gemma4_assistant", "gemma4_mtp")  # of llama.cpp's forks
+
+
 def _readable(source: str, path: Path, progress: Progress) -> Path:
     """The file itself where its family is read as it is, else the directory that it is converted to."""
     # A vocabulary of 150,000 words takes half a second to read.
     architecture = GgufFile(source, path, stop_at="general.architecture").architecture
-    if architecture in FAMILIES:
+    if architecture in FAMILIES or architecture == ASSISTANT:
         return path
+    if architecture in _OTHER_ASSISTANTS:
+        raise ModelError(source, f"{path.name} is an assistant ({architecture}), of which {ASSISTANT} is read")
     if architecture not in ENCODERS:
         check_unscaled(GgufFile(source, path))
         log.info(

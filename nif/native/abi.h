@@ -202,15 +202,6 @@ typedef struct {
     float deviations;
 } layer;
 
-/* Multi-token prediction (MTP): one more layer. It reads a token's embedding and the row that the model had in front of its head
- * at the position before. So it predicts the token that follows, with the model's own head. */
-typedef struct {
-    norm embedding_norm, state_norm; /* of the two halves of the input */
-    linear input; /* makes the layer's row of both halves */
-    layer layer;
-    norm final_norm;
-} mtp;
-
 /* Rows of embeddings: row-major in WEIGHT_F32 or WEIGHT_BF16, or blocks as in a part. */
 typedef struct {
     const void *rows;
@@ -220,7 +211,24 @@ typedef struct {
     float scale;
 } table;
 
+/* The input of a model that predicts for another one: a token's embedding, and the row that the other model had in front of its
+ * head at the position before. So it predicts the token that follows. */
 typedef struct {
+    table embedding; /* of the other model */
+    norm embedding_norm, state_norm; /* of the two halves */
+    linear input; /* makes a row of the model of both halves */
+    linear output; /* makes the state for the next prediction of the row in front of the head; without outputs: the same row */
+} pair;
+
+/* A head over clusters of tokens: a row gets logits of the tokens of its best clusters, and all others get one less than the
+ * least of these. The head's outputs are in the order of the clusters, which have the same size, a multiple of COLUMNS. */
+typedef struct {
+    linear centroids; /* a score for each cluster */
+    const int32_t *tokens; /* [vocab_size]: the token of each output */
+    int32_t count, chosen;
+} clusters;
+
+typedef struct model {
     int32_t hidden, intermediate, num_heads, num_layers, vocab_size, num_groups;
     int32_t norm_kind, qk_norm, activation;
     int32_t gated; /* whether the MLP multiplies its activations with ups */
@@ -246,7 +254,11 @@ typedef struct {
     const linear *merge; /* [num_streams]: what a stream's output is multiplied by before all are averaged; none for the first */
     norm embedding_norm, final_norm;
     const layer *layers;
-    const mtp *mtp; /* or NULL */
+    const pair *pair; /* NULL: it reads tokens alone */
+    const clusters *clusters; /* of the head; NULL: each row gets every logit */
+    const struct model *predictor; /* predicts for this model, over the same caches; or NULL */
+    int32_t writes; /* whether layers write keys; else a step has one token of a sequence, at the position behind all its keys */
+    int32_t pad;
     linear head;
 } model;
 
@@ -295,8 +307,8 @@ typedef struct {
     const float *cosines[MAX_ROPES], *sines[MAX_ROPES]; /* [num_positions, rotary_dim / 2] */
     float *logits; /* [num_logit_rows, vocab_size], or NULL */
     largest *best; /* [num_logit_rows], or NULL */
-    float *states_out; /* [num_rows, hidden]: receives the rows in front of the head; or NULL */
-    const float *states; /* [num_tokens, hidden]: what the MTP layer reads; NULL: the model's layers run */
+    float *states_out; /* [num_rows, hidden]: receives the rows in front of the head, or the pair's outputs; or NULL */
+    const float *states; /* [num_tokens, width of the pair's embedding]: the predictor runs and reads them; NULL: the model runs */
     int32_t num_adapters, lora_ranks; /* lora_ranks: the most ranks of any linear */
     const lora *const *adapters; /* [num_adapters][num_layers * LORA_PLACES] */
     const int32_t *adapter_of; /* [num_tokens], -1: no adapter; NULL without adapters */

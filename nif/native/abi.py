@@ -22,7 +22,7 @@ _VALUES: dict[str, Any] = {
     "int32_t": c_int32,
     "int64_t": c_int64,
 }
-_DECLARATION = re.compile(r"(?:const )?(\w+) (.+)", re.DOTALL)
+_DECLARATION = re.compile(r"(?:const )?(?:struct )?(\w+) (.+)", re.DOTALL)
 _NAME = re.compile(r"(?P<stars>[* ]*(?:const )?\**)(?P<name>\w+)(?:\[(?P<count>\w+)\])?$")
 
 
@@ -48,7 +48,7 @@ class CHeader:
         }
         self.structs = {
             name: tuple(" ".join(field.split()) for field in fields.split(";") if field.strip())
-            for fields, name in re.findall(r"typedef struct \{(.*?)\} (\w+);", text, re.DOTALL)
+            for fields, name in re.findall(r"typedef struct (?:\w+ )?\{(.*?)\} (\w+);", text, re.DOTALL)
         }
         self.functions = {
             name: (result.strip(), () if parameters == "void" else tuple(" ".join(parameters.split()).split(", ")))
@@ -104,8 +104,8 @@ def c_struct(name: str) -> Callable[[_Struct], _Struct]:
     """Give a ctypes class the fields of a struct of abi.h; structs within it must have their classes by then."""
 
     def with_fields(kind: _Struct) -> _Struct:
+        _structs[name] = kind  # a struct may point to another of its kind
         kind._fields_ = HEADER.fields(name)
-        _structs[name] = kind
         return kind
 
     return with_fields

@@ -5,9 +5,10 @@ static enum step_error check_entry(const step *s, const model *m, const cache *c
 {
     int first = s->query_starts[b], end = s->query_starts[b + 1];
     if (first < 0 || end <= first || end > s->num_tokens) return STEP_QUERY_STARTS;
-    if (s->kv_lens[b] < end - first || s->kv_lens[b] > s->num_positions) return STEP_KV_LEN;
+    const int behind = m->writes ? 0 : 1; /* positions from the last key to the last token */
+    if (s->kv_lens[b] < end - first || s->kv_lens[b] + behind > s->num_positions) return STEP_KV_LEN;
     for (int t = first; t < end; t++)
-        if (s->positions[t] != s->kv_lens[b] - (end - t)) return STEP_POSITION;
+        if (s->positions[t] != s->kv_lens[b] - (end - t) + behind) return STEP_POSITION;
     for (int g = 0; g < m->num_groups; g++) {
         const cache *c = &caches[g];
         int blocks = (s->kv_lens[b] + c->block_size - 1) / c->block_size;

@@ -170,8 +170,8 @@ void experts_group(const experts *x, choice *c, int64_t num_tokens, int64_t most
 expert_sizes experts_sizes(const model *m)
 {
     expert_sizes s = {0, 0, 0};
-    for (int i = 0; i < layers_of(m); i++) {
-        const experts *x = layer_of(m, i)->experts;
+    for (int i = 0; i < m->num_layers; i++) {
+        const experts *x = m->layers[i].experts;
         if (!x) continue;
         s.chosen = x->chosen > s.chosen ? x->chosen : s.chosen;
         s.count = x->count > s.count ? x->count : s.count;

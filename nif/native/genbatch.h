@@ -91,10 +91,6 @@ void largest_clear(lane_maxima *, int64_t count);
 void largest_take(const linear *, int64_t block, const float *sums, int64_t count, lane_maxima *);
 void largest_join(const lane_maxima *, largest *); /* `largest` begins as {-INFINITY, INT32_MAX} */
 
-/* The layers of the model, and the MTP layer behind them if there is one. */
-static inline int layers_of(const model *m) { return m->num_layers + (m->mtp != NULL); }
-static inline const layer *layer_of(const model *m, int i) { return i < m->num_layers ? &m->layers[i] : &m->mtp->layer; }
-
 /* check.c */
 enum step_error step_check(const step *, const model *, const cache *, int64_t *where);
 

@@ -64,7 +64,7 @@ _LENGTHS = {
     **dict.fromkeys(("meet", "give"), "num_heads"),
     "merge": "num_streams",
 }
-_SINGLE = ("recurrence", "latent", "experts", "altup", "mtp")
+_SINGLE = ("recurrence", "latent", "experts", "altup", "pair", "clusters", "predictor")
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from genbatch.nif.models.architecture import (
     PER_HEAD,
     AltUpNames,
     Architecture,
+    AssistantNames,
     ConvolutionNames,
     ExpertNames,
     LatentNames,
@@ -40,12 +41,13 @@ from genbatch.nif.native.library import (
     WEIGHT_I8,
     WEIGHT_U4,
     AltUp,
+    Clusters,
     Experts,
     Latent,
     Layer,
     Linear,
-    Mtp,
     Norm,
+    Pair,
     StateLayer,
     Table,
 )
@@ -86,16 +88,40 @@ class LayerLoader:
         self._plain, self._dtype = WEIGHT_BF16 if model.dtype == "bfloat16" else WEIGHT_F32, model.torch_dtype
         self._cached = layer_shapes(self._config)
 
-    def mtp(self, names: MtpNames, like: int) -> Mtp:
-        """Build the MTP layer, of the kind of layer `like`; the caller sets its group and its rotary table."""
+    def mtp(self, names: MtpNames, like: int) -> tuple[Layer, Pair, Norm]:
+        """Build the MTP layer, of the kind of layer `like`, its input and the norm behind it.
+
+        The caller sets the layer's group and rotary table, and the input's embedding.
+        """
         own, hidden = self._architecture.tensors.layer.format(like), self._config.hidden_size
         shapes = {name.removeprefix(own): shape for name, shape in self._shapes.items() if name.startswith(own)}
         self._shapes = {**self._shapes, **{names.layer + name: shape for name, shape in shapes.items()}}
         self._shapes[f"{names.input}.weight"] = hidden, 2 * hidden
         embedding_norm, state_norm, final_norm = map(self.norm, (*names.norms, names.final_norm))
-        made = Mtp(embedding_norm, state_norm, self.linear([names.input]), self.layer(like, names.layer), final_norm)
-        self._held.append(made)
-        return made
+        pair = Pair(embedding_norm=embedding_norm, state_norm=state_norm, input=self.linear([names.input]))
+        return self.layer(like, names.layer), pair, final_norm
+
+    def pair(self, names: AssistantNames) -> Any:
+        """Return a pointer to an assistant's input, without the embedding of the other model."""
+        struct = Pair(input=self.linear([names.input]), output=self.linear([names.output]))
+        self._held.append(struct)
+        return ctypes.pointer(struct)
+
+    def clustered(self, name: str, names: AssistantNames, group: int, kind: int) -> tuple[Linear, Any]:
+        """Build a head with its outputs in the order of their clusters; also returns a pointer to the clusters."""
+        tokens = self.tensor(names.ordering).whole().to(torch.int32)
+        matrix = self.tensor(f"{name}.weight")
+        if not torch.equal(tokens.sort().values, torch.arange(matrix.shape[0], dtype=torch.int32)):
+            raise ModelError(self._name, f"{names.ordering} does not name each of {matrix.shape[0]} tokens once")
+        struct = Clusters(
+            centroids=self.linear([names.centroids]),
+            tokens=self._packer.put(tokens),
+            count=names.clusters,
+            chosen=names.chosen,
+        )
+        self._held.append(struct)
+        head = self._pack([_rows(matrix, tokens.numpy())], [None], group=group, kind=kind)
+        return head, ctypes.pointer(struct)
 
     def layer(self, index: int, start: str | None = None) -> Layer:
         """Build one layer; the caller sets its place in a group and its rotary table.

@@ -92,14 +92,19 @@ class Layer(Structure):
     """One decoder layer."""
 
 
-@c_struct("mtp")
-class Mtp(Structure):
-    """One more layer, which predicts a further token."""
-
-
 @c_struct("table")
 class Table(Structure):
     """Rows of embeddings."""
+
+
+@c_struct("pair")
+class Pair(Structure):
+    """The input of a model that predicts for another one."""
+
+
+@c_struct("clusters")
+class Clusters(Structure):
+    """A head over clusters of tokens."""
 
 
 @c_struct("model")

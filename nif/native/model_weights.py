@@ -19,13 +19,15 @@ from genbatch.nif.models.architecture import (
     layer_bases,
     widest_mlp,
 )
-from genbatch.nif.models.architectures import ARCHITECTURES, layer_shapes
+from genbatch.nif.models.architectures import DESCRIPTIONS, layer_shapes
+from genbatch.nif.models.assistants import layers_read
 from genbatch.nif.models.loaded_model import module_shape
 from genbatch.nif.models.rope import RopeTables, rope_kinds
 from genbatch.nif.native.build import NativeUnavailable
 from genbatch.nif.native.kept_weights import keep_in_background, kept_place, open_weights
 from genbatch.nif.native.library import (
     ALL_POSITIONS,
+    COLUMNS,
     MAX_GROUPS,
     MAX_HEAD_DIM,
     MAX_ROPES,
@@ -36,8 +38,9 @@ from genbatch.nif.native.library import (
     WEIGHT_U4,
     Layer,
     ModelStruct,
-    Mtp,
     NativeArena,
+    Pair,
+    Table,
     native_library,
 )
 from genbatch.nif.runner import LayerGroup
@@ -62,13 +65,13 @@ def check_supported(model: "Model") -> Architecture:
     """
     config: Any = model.config
     kind = module_shape(model).kind
-    if kind not in ARCHITECTURES:
+    if kind not in DESCRIPTIONS:
         raise NativeUnavailable(f"{kind} is none of the architectures that the kernels know")
     if model.device.type != "cpu":
         raise NativeUnavailable(f"the model is on {model.device}, not on the CPU")
     if model.dtype not in ("float32", "bfloat16"):
         raise NativeUnavailable(f"weights in {model.dtype}; the kernels take float32 and bfloat16")
-    architecture = ARCHITECTURES[kind](config)
+    architecture = DESCRIPTIONS[kind](config)
     if architecture.activation not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
         raise NativeUnavailable(f"the activation is {architecture.activation}; the kernels compute {known}")
@@ -112,6 +115,12 @@ def check_supported(model: "Model") -> Architecture:
         raise NativeUnavailable(f"rotary bases of the layers' own beside the scaling {kinds[0]}")
     if getattr(config, "use_bidirectional_attention", False) in (True, "all"):  # "vision": only those of pictures do
         raise NativeUnavailable("its tokens attend to later ones")
+    assistant = architecture.assistant
+    if assistant is not None and assistant.clusters and model.vocab_size % (COLUMNS * assistant.clusters):
+        sizes = f"{assistant.clusters} clusters of {model.vocab_size} tokens"
+        raise NativeUnavailable(f"{sizes}; the kernels take clusters of one size, a multiple of {COLUMNS}")
+    if assistant is not None and assistant.chosen > assistant.clusters:
+        raise NativeUnavailable(f"a row takes {assistant.chosen} of {assistant.clusters} clusters")
     if model.shape is None:
         _check_linears(model)
     return architecture
@@ -137,6 +146,7 @@ class ModelWeights:
 
     Attributes:
         mtp_group: the index of the layer group that has the keys of the MTP layer; None without that layer.
+        assistant: the packed weights of the model that predicts for this one; None without one.
         num_mapped: bytes that are mapped from a file; 0 if the weights were packed.
         keeping: the thread that writes the packed weights to the disk, if there is one.
 
@@ -159,17 +169,19 @@ class ModelWeights:
         sources = kv_sources(config)
         self.groups = tuple(_writers(group, sources) for group in model.groups)  # of layers that write keys and values
         self.mtp_group = self._add_mtp(model, architecture) if mtp else None
+        self.assistant: ModelWeights | None = None
         self.rope = RopeTables(config, partial=architecture.partial_rotary, max_position=model.max_position)
+        self.predictor_rope = self.rope
         self.num_mapped = 0
         self.keeping: Thread | None = None
-        self._held: Any = None
+        self._held: list[Any] = []
         place = None
         if cache_bytes and model.identity:
             form = f"{model.dtype} {quantize}{' mtp' if mtp else ''}"
             place = kept_place(model.identity, form, self.library)
             kept = open_weights(place, self.library)
             if kept is not None:
-                self.struct, self.num_mapped, self._held = kept.struct, kept.num_bytes, kept
+                self.struct, self.num_mapped, self._held = kept.struct, kept.num_bytes, [kept]
                 self.layers = ctypes.cast(self.struct.layers, ctypes.POINTER(Layer * config.num_hidden_layers)).contents
                 return
         try:
@@ -188,7 +200,8 @@ class ModelWeights:
         config: Any = model.config
         source = model.weights or ModuleWeights(model.hf)
         packer = WeightPacker(self.library, available_cores())
-        self._held = loader = LayerLoader(model, architecture, source, packer, matrices)
+        loader = LayerLoader(model, architecture, source, packer, matrices)
+        self._held.append(loader)
         self.layers = layers = (Layer * config.num_hidden_layers)()
         for layer in range(len(layers)):
             layers[layer] = loader.layer(layer)
@@ -196,17 +209,20 @@ class ModelWeights:
             layers[layer].rotary_dim = 0 if rope < 0 else self.rope.rotary_dims[rope]
             source.release()  # otherwise the file's pages would stay in memory beside the packed weights
         self._group_layers(model.groups, kv_sources(config))
-        predictor = None if self.mtp_group is None else self._mtp(loader, architecture)
-        tensors = architecture.tensors
+        tensors, assistant = architecture.tensors, architecture.assistant
         embedding = loader.tensor(f"{tensors.embedding}.weight")
         tied = model.weights is not None and is_tied(config, source, loader, architecture)
+        head_name, clusters = tensors.embedding if tied else tensors.head, None
         # In 8 bits where the rest has 4: it decides between near ties.
-        head = loader.linear([tensors.embedding if tied else tensors.head], I8_HEAD_GROUP, self.kind)
-        table = loader.table(embedding, architecture.embedding_scale, head if tied else None)
-        inner = [layer.experts.contents.intermediate for layer in layers if layer.experts]
+        if assistant is not None and assistant.clusters:
+            head, clusters = loader.clustered(head_name, assistant, I8_HEAD_GROUP, self.kind)
+        else:
+            head = loader.linear([head_name], I8_HEAD_GROUP, self.kind)
+        table = Table()  # an assistant reads the embeddings of the other model
+        if assistant is None:
+            table = loader.table(embedding, architecture.embedding_scale, head if tied else None)
         own, altup = architecture.layer_embeddings, architecture.altup
-        inner += [layer.intermediate for layer in layers] + [0 if own is None else own.width]
-        inner += [] if predictor is None else [predictor.layer.intermediate]
+        inner = [*map(_inner_size, layers), 0 if own is None else own.width]
         inner += [layer.altup.contents.left.n for layer in layers if layer.altup]
         self.struct = ModelStruct(
             hidden=config.hidden_size,
@@ -236,7 +252,9 @@ class ModelWeights:
             embedding_norm=loader.norm(tensors.embedding_norm),
             final_norm=loader.norm(tensors.final_norm),
             layers=layers,
-            mtp=None if predictor is None else ctypes.pointer(predictor),
+            pair=None if assistant is None else loader.pair(assistant),
+            clusters=clusters,
+            writes=assistant is None,
             head=head,
         )
         if own is not None:
@@ -245,6 +263,8 @@ class ModelWeights:
             self.struct.num_streams, self.struct.active_stream = altup.streams, altup.active
             self.struct.split = loader.linear([altup.split.format(stream) for stream in range(altup.streams - 1)])
             self.struct.merge = loader.merges(altup)
+        if self.mtp_group is not None:
+            self.struct.predictor = ctypes.pointer(self._mtp(loader, architecture))
         source.release()
         return packer.arena
 
@@ -266,14 +286,53 @@ class ModelWeights:
         self.groups = (*self.groups[:group_id], extended, *self.groups[group_id + 1 :])
         return group_id
 
-    def _mtp(self, loader: "LayerLoader", architecture: Architecture) -> Mtp:
+    def _mtp(self, loader: "LayerLoader", architecture: Architecture) -> ModelStruct:
+        """Build the model of the MTP layer: this model with another input, this layer alone and another norm."""
         assert architecture.mtp is not None and self.mtp_group is not None, "the layer has a group"
         last, group = _last_attending(self.model, architecture), self.groups[self.mtp_group]
-        made = loader.mtp(architecture.mtp, last)
-        made.layer.rope, made.layer.rotary_dim = self.layers[last].rope, self.layers[last].rotary_dim
-        made.layer.group, made.layer.window = self.mtp_group, self.layers[last].window
-        made.layer.index_in_group = len(group.layers) - 1
+        layer, pair, final_norm = loader.mtp(architecture.mtp, last)
+        layer.rope, layer.rotary_dim = self.layers[last].rope, self.layers[last].rotary_dim
+        layer.group, layer.window = self.mtp_group, self.layers[last].window
+        layer.index_in_group = len(group.layers) - 1
+        pair.embedding = self.struct.embedding
+        made = ModelStruct.from_buffer_copy(self.struct)
+        made.num_layers, made.layers, made.final_norm = 1, ctypes.pointer(layer), final_norm
+        made.pair, made.intermediate = ctypes.pointer(pair), _inner_size(layer)
+        self._held += [layer, pair, made]
         return made
+
+    def add_assistant(self, assistant: "ModelWeights") -> None:
+        """Let another model predict for this one; its layers read this model's keys and values.
+
+        Raises:
+            OptionError: it was not made for this model.
+        """
+        read = layers_read(assistant.model, self.model)
+        layers = type(assistant.layers).from_buffer_copy(assistant.layers)
+        for layer, source in zip(layers, read, strict=True):
+            theirs = self.layers[source]
+            layer.group, layer.index_in_group, layer.window = theirs.group, theirs.index_in_group, theirs.window
+            layer.shares = True
+        groups = {layer.group for layer in layers}
+        # The pool keeps the keys that the newest position attended to, which is one more than the next one needs.
+        self.groups = tuple(
+            replace(group, window=group.window + 1) if index in groups and group.window is not None else group
+            for index, group in enumerate(self.groups)
+        )
+        # Copies: a thread may be writing the packed weights of either model to the disk.
+        pair = Pair.from_buffer_copy(assistant.struct.pair.contents)
+        pair.embedding = self.struct.embedding
+        predictor = ModelStruct.from_buffer_copy(assistant.struct)
+        predictor.layers, predictor.pair = ctypes.cast(layers, ctypes.POINTER(Layer)), ctypes.pointer(pair)
+        predictor.num_groups = len(self.groups)
+        self.struct = ModelStruct.from_buffer_copy(self.struct)
+        self.struct.predictor = ctypes.pointer(predictor)
+        self._held += [layers, pair, predictor]
+        self.predictor_rope = RopeTables(
+            assistant.model.config, partial=assistant.architecture.partial_rotary, max_position=self.model.max_position
+        )
+        self.num_mapped += assistant.num_mapped
+        self.assistant = assistant
 
     def _group_layers(self, groups: Sequence[LayerGroup], sources: dict[int, int]) -> None:
         """Tell each layer its place in its group; `sources` is what `kv_sources` returned."""
@@ -310,6 +369,10 @@ class ModelWeights:
 
 def _last_attending(model: "Model", architecture: Architecture) -> int:
     return max(filter(architecture.attends, range(model.config.num_hidden_layers)))
+
+
+def _inner_size(layer: Layer) -> int:
+    return int(max(layer.intermediate, layer.experts.contents.intermediate if layer.experts else 0))
 
 
 def _writers(group: LayerGroup, sources: dict[int, int]) -> LayerGroup:

@@ -104,6 +104,7 @@ class NativeRunner:
         self.vocab_size = weights.model.vocab_size
         self.groups = weights.groups
         self.hidden_size = int(weights.struct.hidden)
+        self.predicts = bool(weights.struct.predictor)
         self.mtp_group = weights.mtp_group
         self.predicted = np.empty((0, 0), np.bool_)
         self._weights = weights
@@ -127,11 +128,11 @@ class NativeRunner:
     def step_bytes(self, num_tokens: int, num_sequences: int) -> int:
         """See `KnowsStep`."""
         rows = {"num_rows": num_tokens, "num_logit_rows": num_tokens}
-        predicts = None if self.mtp_group is None else 1
-        # Of `best` and `states` only whether they are there is read.
-        step = Step(num_tokens=num_tokens, num_entries=num_sequences, **rows, best=1, states=predicts)
-        total: int = self._library.step_bytes(ctypes.byref(self._shape), ctypes.byref(step), self._n_threads)
-        return total if predicts is None else total + 2 * num_tokens * self.hidden_size * 4
+        # Of `best` only whether it is there is read.
+        step = Step(num_tokens=num_tokens, num_entries=num_sequences, **rows, best=1)
+        models = [self._shape, self._shape.predictor.contents] if self.predicts else [self._shape]
+        sizes = [self._library.step_bytes(ctypes.byref(each), ctypes.byref(step), self._n_threads) for each in models]
+        return int(max(sizes)) + 2 * self.predicts * num_tokens * self.hidden_size * 4
 
     def allocate(self, num_blocks: Sequence[int], block_size: int) -> None:
         """Makes the KV pool: `num_blocks[g]` zeroed blocks for group g."""
@@ -187,16 +188,15 @@ class NativeRunner:
         return self._chosen(batch, with_logits=with_logits)
 
     def forward_states(
-        self, batch: RaggedBatch, *, with_logits: bool
+        self, batch: RaggedBatch, tokens: npt.NDArray[np.int64], *, with_logits: bool
     ) -> tuple[npt.NDArray[np.float32] | None, Largest, npt.NDArray[np.float32]]:
         """See `PredictingRunner`."""
-        others = np.delete(np.arange(batch.input_ids.size), batch.logit_rows)
-        rows = np.concatenate((batch.logit_rows, others))
+        rows = np.concatenate((batch.logit_rows, np.setdiff1d(tokens, batch.logit_rows)))
         found = np.empty((rows.size, self.hidden_size), np.float32)
         logits, largest = self._chosen(batch, with_logits=with_logits, rows=rows, states_out=found)
-        states = np.empty((batch.input_ids.size, self.hidden_size), np.float32)
-        states[rows] = found
-        return logits, largest, states
+        place = np.empty(batch.input_ids.size, np.int64)
+        place[rows] = np.arange(rows.size)
+        return logits, largest, found[place[tokens]]
 
     def predict(
         self, batch: RaggedBatch, states: npt.NDArray[np.float32], *, with_logits: bool
@@ -228,12 +228,13 @@ class NativeRunner:
 
         Args:
             rows: the tokens that go on after the last layer's keys; those with logits come first. None: those alone.
-            states: what the MTP layer reads; None runs the model's layers.
-            states_out: receives the rows in front of the head.
+            states: what the predictor reads; None runs the model.
+            states_out: receives the rows in front of the head, or what the predictor's next row is made of.
         """
         assert self._engine is not None, "forward needs a pool"
         rows = batch.logit_rows if rows is None else rows
-        tables = self._rope.up_to(batch.max_kv_len)
+        rope = self._rope if states is None else self._weights.predictor_rope
+        tables = rope.up_to(batch.max_kv_len + 1)  # an assistant's position is behind its keys
         _check_sizes(batch, len(self.groups))
         held = _Held()
         step = Step(

@@ -28,33 +28,41 @@ static void embed_phase(worker *w)
     phase_end(w);
 }
 
-/* Makes the rows of the MTP layer. */
-static void mtp_phases(worker *w, const mtp *p)
+/* Makes the rows of a predictor, of embeddings and of the model's states. */
+static void pair_phases(worker *w, const pair *p)
 {
     engine *e = w->engine;
     const model *m = e->model;
     const step *s = e->step;
-    int64_t from, to, count = s->num_tokens, hidden = m->hidden;
+    int64_t from, to, count = s->num_tokens, width = p->embedding.width;
     while (claim(w, count, grain_of(w, count), &from, &to))
         for (int64_t t = from; t < to; t++) {
-            float *pair = e->work.pairs + 2 * t * hidden;
-            embed_row(&m->embedding, s->input_ids[t], pair);
-            norm_row(m, &p->embedding_norm, pair, hidden, pair);
-            norm_row(m, &p->state_norm, s->states + t * hidden, hidden, pair + hidden);
+            float *embedding = e->work.pairs + 2 * t * width, *state = embedding + width;
+            embed_row(&p->embedding, s->input_ids[t], embedding);
+            memcpy(state, s->states + t * width, sizeof(float) * (size_t)width);
+            if (p->embedding_norm.weight) norm_row(m, &p->embedding_norm, embedding, width, embedding);
+            if (p->state_norm.weight) norm_row(m, &p->state_norm, state, width, state);
         }
     phase_end(w);
-    prepare_phase(w, &p->input, count, &(source){e->work.pairs, 2 * hidden, NULL, &no_norm, NULL});
-    linear_phase(w, &p->input, count, STORE, e->work.x, hidden);
+    prepare_phase(w, &p->input, count, &(source){e->work.pairs, 2 * width, NULL, &no_norm, NULL});
+    linear_phase(w, &p->input, count, STORE, e->work.x, m->hidden);
 }
 
-/* Hands out the rows in front of the head. */
-static void states_phase(worker *w, const norm *final_norm, const stream *kept)
+/* Hands out the rows in front of the head, or what a predictor makes of them. */
+static void states_phases(worker *w, const stream *kept)
 {
     engine *e = w->engine;
-    int64_t from, to, hidden = e->model->hidden;
+    const model *m = e->model;
+    const linear *output = m->pair ? &m->pair->output : NULL;
+    int64_t from, to, hidden = m->hidden;
+    if (output && output->n) {
+        prepare_phase(w, output, kept->count, &(source){kept->x, hidden, NULL, &m->final_norm, NULL});
+        linear_phase(w, output, kept->count, STORE, e->step->states_out, output->n);
+        return;
+    }
     while (claim(w, kept->count, grain_of(w, kept->count), &from, &to))
         for (int64_t i = from; i < to; i++)
-            norm_row(e->model, final_norm, kept->x + i * hidden, hidden, e->step->states_out + i * hidden);
+            norm_row(m, &m->final_norm, kept->x + i * hidden, hidden, e->step->states_out + i * hidden);
     phase_end(w);
 }
 
@@ -133,19 +141,16 @@ static void run(void *argument, int thread)
     const bool adapts = s->num_adapters;
     const stream all = {work->x, NULL, s->num_tokens, adapts ? &work->lora_tokens : NULL};
     const stream wanted = {work->kept, s->rows, s->num_rows, adapts ? &work->lora_kept : NULL};
-    const mtp *predictor = s->states ? m->mtp : NULL;
-    const norm *final_norm = predictor ? &predictor->final_norm : &m->final_norm;
-    const int num_layers = predictor ? 1 : m->num_layers;
     worker w = {.engine = e, .thread = thread, .rows = all.adapted, .place = -1};
-    if (predictor)
-        mtp_phases(&w, predictor);
+    if (m->pair)
+        pair_phases(&w, m->pair);
     else
         embed_phase(&w);
     if (m->layer_width) inputs_phases(&w, all.count);
     if (m->num_streams) streams_phases(&w);
-    for (int i = 0; i < num_layers; i++) {
-        const layer *l = predictor ? &predictor->layer : &m->layers[i];
-        const stream *kept = i == num_layers - 1 ? &wanted : &all; /* after the last cache write, only the wanted rows go on */
+    for (int i = 0; i < m->num_layers; i++) {
+        const layer *l = &m->layers[i];
+        const stream *kept = i == m->num_layers - 1 ? &wanted : &all; /* after the last cache write, only the wanted rows go on */
         if (l->altup) predict_phases(&w, l);
         if (l->recurrence) recur(&w, l, &all, kept);
         if (l->qkv.n) attend(&w, l, &all, kept);
@@ -159,8 +164,12 @@ static void run(void *argument, int thread)
         if (m->layer_width) input_phases(&w, l, kept);
     }
     if (m->num_streams) merge_phases(&w, &wanted);
-    if (s->states_out) states_phase(&w, final_norm, &wanted);
-    prepare_phase(&w, &m->head, s->num_logit_rows, &(source){wanted.x, m->hidden, NULL, final_norm, NULL});
+    if (s->states_out) states_phases(&w, &wanted);
+    if (m->clusters) {
+        clusters_phases(&w, &wanted, &m->final_norm);
+        return;
+    }
+    prepare_phase(&w, &m->head, s->num_logit_rows, &(source){wanted.x, m->hidden, NULL, &m->final_norm, NULL});
     head_phase(&w, &m->head, s->num_logit_rows);
 }
 
@@ -201,14 +210,16 @@ void engine_destroy(engine *e)
     free(e);
 }
 
+static int most_phases(const model *m) { return 40 * m->num_layers + 4 * m->num_streams + 20; }
+
 engine *engine_create(const model *m, const cache *caches, int num_threads)
 {
     engine *e = calloc(1, sizeof(*e));
     if (!e) return NULL;
     e->pool = pool_create(num_threads);
-    e->model = m;
+    e->whole = m;
     e->caches = caches;
-    e->num_phases = 40 * m->num_layers + 4 * m->num_streams + 12; /* at most */
+    e->num_phases = (int)larger(most_phases(m), m->predictor ? most_phases(m->predictor) : 0);
     e->phases = calloc((size_t)e->num_phases, sizeof(phase));
     if (e->pool && e->phases) return e;
     engine_destroy(e);
@@ -218,6 +229,7 @@ engine *engine_create(const model *m, const cache *caches, int num_threads)
 int engine_step(engine *e, const step *s, int64_t *where)
 {
     e->step = s;
+    e->model = s->states ? e->whole->predictor : e->whole;
     enum step_error error = step_check(s, e->model, e->caches, where);
     if (error) return error;
     if (!workspace_lay_out(e)) return STEP_NO_MEMORY;

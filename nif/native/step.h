@@ -15,7 +15,9 @@
 typedef struct {
     float *x, *qkv, *attended, *activated, *kept; /* kept: the rows whose logits are needed */
     float *heads; /* of latent attention: the queries of all heads, later their values */
-    float *pairs; /* [token, 2 * hidden]: the input of the MTP layer */
+    float *pairs; /* [token, 2 * width]: embeddings and states */
+    float *cluster_scores, *cluster_logits; /* [row with logits, clusters], [row, chosen clusters, tokens of one] */
+    int32_t *cluster_ids; /* [row, chosen] */
     float *branch; /* a part's output, if it is not added to x at once */
     void *operand;
     uint8_t *factors; /* group_factors or digit_factors */
@@ -43,7 +45,8 @@ typedef struct {
 
 typedef struct engine {
     pool *pool;
-    const model *model;
+    const model *whole;
+    const model *model; /* that the step runs: the whole one, or its predictor */
     const cache *caches;
     workspace work;
     void *memory; /* of `work` */
@@ -135,6 +138,9 @@ int64_t latent_k(const model *, const latent *); /* inputs of all heads' linears
 
 /* mlp.c */
 void mlp_phases(worker *, const layer *, float *x, int64_t count);
+
+/* clusters.c */
+void clusters_phases(worker *, const stream *kept, const norm *); /* the logits of a head over clusters */
 
 /* altup.c */
 void streams_phases(worker *); /* makes the streams of the embeddings */

@@ -3,9 +3,9 @@
 
 static int64_t largest_k(const model *m)
 {
-    int64_t k = larger(larger(m->head.k, m->mtp ? m->mtp->input.k : 0), larger(m->inputs.k, m->split.k));
-    for (int i = 0; i < layers_of(m); i++) {
-        const layer *l = layer_of(m, i);
+    int64_t k = larger(larger(m->head.k, m->pair ? m->pair->input.k : 0), larger(m->inputs.k, m->split.k));
+    for (int i = 0; i < m->num_layers; i++) {
+        const layer *l = &m->layers[i];
         const recurrence *r = l->recurrence;
         const linear *all[] = {&l->qkv, &l->out, &l->gate_up, &l->down, &l->input_gate, &l->input_projection,
                                l->experts ? &l->experts->router : &l->qkv, r ? &r->inputs : &l->qkv, r ? &r->out : &l->qkv,
@@ -54,8 +54,8 @@ static int64_t lay_out(const model *m, const step *s, int threads, uint8_t *memo
     const int64_t T = s->num_tokens, R = s->num_rows;
     const int64_t count = T > R ? T : R; /* a step may ask for a row's logits twice */
     int64_t width = 0, pitch = 0, heads = 0, heads_k = 0, gates = 0;
-    for (int i = 0; i < layers_of(m); i++) {
-        const layer *l = layer_of(m, i);
+    for (int i = 0; i < m->num_layers; i++) {
+        const layer *l = &m->layers[i];
         const recurrence *r = l->recurrence;
         width = larger(larger(mixed_width(m, l), r ? state_width(r) : 0), width);
         pitch = larger(larger(mixed_pitch(m, l), r ? state_pitch(r) : 0), pitch);
@@ -68,7 +68,7 @@ static int64_t lay_out(const model *m, const step *s, int threads, uint8_t *memo
     w->attended = take(&to, T * width, sizeof(float));
     w->heads = take(&to, count * heads, sizeof(float));
     w->kept = take(&to, R * m->hidden, sizeof(float));
-    w->pairs = take(&to, s->states ? 2 * T * m->hidden : 0, sizeof(float));
+    w->pairs = take(&to, m->pair ? 2 * T * m->pair->embedding.width : 0, sizeof(float));
     w->branch = take(&to, count * m->hidden, sizeof(float));
     w->inputs = take(&to, T * m->layer_embedding.width, sizeof(float));
     w->streams = take(&to, T * m->num_streams * m->hidden, sizeof(float));
@@ -78,6 +78,12 @@ static int64_t lay_out(const model *m, const step *s, int threads, uint8_t *memo
     w->scratch_size = scratch_floats(m);
     w->scratch = take(&to, threads * w->scratch_size, sizeof(float));
     w->maxima = take(&to, s->best ? threads * s->num_logit_rows : 0, sizeof(lane_maxima));
+
+    const clusters *c = m->clusters;
+    const int64_t scored = c ? s->num_logit_rows : 0; /* rows with clusters */
+    w->cluster_scores = take(&to, c ? scored * c->count : 0, sizeof(float));
+    w->cluster_ids = take(&to, c ? scored * c->chosen : 0, sizeof(int32_t));
+    w->cluster_logits = take(&to, c ? scored * c->chosen * (m->vocab_size / c->count) : 0, sizeof(float));
 
     const expert_sizes x = experts_sizes(m);
     const int64_t mixed = count * x.chosen, routed = x.chosen ? count : 0; /* rows of experts, rows that have some */

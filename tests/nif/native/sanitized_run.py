@@ -17,7 +17,9 @@ import torch
 
 from genbatch.nif.cuda_device import CPU
 from genbatch.nif.models.architectures import layer_groups
+from genbatch.nif.models.assistants import describe_assistant
 from genbatch.nif.models.model import describe_model
+from genbatch.nif.models.model_source import resolve_model
 from genbatch.nif.native import model_weights
 from genbatch.nif.native.build import build_library, native_flags
 from genbatch.nif.native.library import STORED, open_library
@@ -103,9 +105,42 @@ def run_predictions(quantize: str) -> None:
         for start, stop in ((0, 33), (33, 34), (34, BLOCKS * BLOCK_SIZE)):
             step = batch(start, stop, 0, groups)
             for rows in (step.logit_rows[::5], step.logit_rows[:0], step.logit_rows):
-                _, _, states = runner.forward_states(replace(step, logit_rows=rows), with_logits=True)
+                every = np.arange(step.input_ids.size)
+                _, _, states = runner.forward_states(replace(step, logit_rows=rows), every, with_logits=True)
                 logits, _, states_out = runner.predict(replace(step, logit_rows=rows), states, with_logits=True)
                 assert logits is not None and np.isfinite(logits).all() and len(states_out) == len(rows)
+        runner.close()
+
+
+def run_assistants(quantize: str) -> None:
+    """An assistant with clusters, over keys that begin, and over keys that fill the pool."""
+    models = importlib.import_module("tests.nif.assistant_models")
+    with tempfile.TemporaryDirectory() as folder:
+        pair = models.random_pair("gemma4", Path(folder), **models.CLUSTERS)
+        model = describe_model(str(pair.path))
+        assert model is not None
+        weights = model_weights.ModelWeights(model, quantize)
+        assistant = describe_assistant("assistant", resolve_model(str(pair.draft)), model)
+        weights.add_assistant(model_weights.ModelWeights(assistant, quantize))
+        runner = NativeRunner(weights, n_threads=2)
+        groups = len(runner.groups)
+        runner.allocate([2 * BLOCKS] * groups, BLOCK_SIZE)
+        for start, stop in ((0, 1), (1, 34), (34, BLOCKS * BLOCK_SIZE)):
+            step = batch(start, stop, 0, groups)
+            rows = np.array([stop - start - 1, 2 * (stop - start) - 1])
+            _, _, states = runner.forward_states(replace(step, logit_rows=rows), rows, with_logits=True)
+            two = replace(
+                step,
+                input_ids=np.array([5, 300]),
+                positions=step.kv_lens.astype(np.int64),
+                query_starts=np.arange(3, dtype=np.int32),
+                slots=(np.zeros(2, np.int64),) * groups,
+                logit_rows=np.arange(2),
+                max_query_len=1,
+            )
+            logits, largest, after = runner.predict(two, states, with_logits=True)
+            assert logits is not None and np.isfinite(logits).all() and np.isfinite(after).all()
+            assert (logits.argmax(1) == largest.token_ids).all()
         runner.close()
 
 
@@ -155,6 +190,7 @@ def main(sanitizers: str) -> None:
         return
     for quantize in ("none", "int8", "int4"):
         run_predictions(quantize)
+        run_assistants(quantize)
     print("predictions", flush=True)
     run_stored()
     print("stored", flush=True)

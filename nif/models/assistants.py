@@ -1,0 +1,197 @@
+"""Assistants: small models that predict tokens for a larger one, whose keys and values they read (Gemma 4).
+
+    found = resolve_model("gemma-4-E2B-it-assistant")
+    if is_assistant(found):
+        assistant = describe_assistant("gemma-4-E2B-it-assistant", found, model)
+        layers_read(assistant, model)       # which layer's keys each of its layers reads
+
+An assistant has no keys of its own, and no use without the model that it was made for. So it is no `Model` that is
+served, and its description has the other model's tokenizer.
+"""
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from genbatch.nif.errors import ModelError, OptionError
+from genbatch.nif.models.architecture import kv_sources, read_whole
+from genbatch.nif.models.architectures import ASSISTANTS, layer_groups, layer_shapes
+from genbatch.nif.models.gguf_families import ASSISTANT
+from genbatch.nif.models.loaded_model import Model
+from genbatch.nif.models.model_source import ModelSource, quiet_transformers
+from genbatch.nif.models.rope import rope_frequencies
+
+if TYPE_CHECKING:  # imports torch, which a model with kept weights does without
+    from genbatch.nif.models.weight_source import StoredTensor, WeightSource
+
+ASSISTANT_KINDS = ("gemma4_assistant", "gemma4_unified_assistant")
+"""transformers' `model_type` of assistants."""
+
+NO_MODEL = "it is an assistant, which guesses tokens for another model: name it with draft"
+
+_BESIDE = ("backbone_hidden_size", "use_ordered_embeddings", "num_centroids", "centroid_intermediate_top_k")
+_MAX_TOKENS = 1 << 24  # whole numbers up to here are exact in float32
+
+
+def is_assistant(found: ModelSource) -> bool:
+    """Whether the files are an assistant's, by their own words."""
+    from genbatch.nif.models.file_checks import read_object
+    from genbatch.nif.models.gguf_file import GgufFile
+
+    if found.path.is_file():
+        return GgufFile(found.name, found.path, stop_at="general.architecture").architecture == ASSISTANT
+    return read_object(found.name, found.path / "config.json").get("model_type") in ASSISTANT_KINDS
+
+
+def describe_assistant(source: str, found: ModelSource, model: Model, identity: str = "") -> Model:
+    """Describe an assistant for the native runner; its weights stay in their files.
+
+    Args:
+        source: the user's name of the assistant, for errors.
+        model: the model that it was made for.
+        identity: a digest of the assistant's files.
+
+    Raises:
+        ModelError: the files lack a tensor, or cannot be read.
+    """
+    import torch
+    import transformers
+
+    from genbatch.nif.models.file_checks import check_complete, check_numbers
+
+    with quiet_transformers():
+        config, weights = (_from_gguf if found.path.is_file() else _from_directory)(source, found.path)
+        text = config.get_text_config(decoder=True)
+        check_numbers(source, found.path.name, text)
+        for name in _BESIDE:
+            setattr(text, name, getattr(config, name))
+        text.tie_word_embeddings = "lm_head.weight" not in weights.names()
+        kind = next(kind for kind in ASSISTANTS if getattr(transformers, kind).config_class is type(config))
+        dtype = getattr(torch, model.dtype)
+        hf = check_complete(
+            source, kind, text, lambda: getattr(transformers, kind)._from_config(config, dtype=dtype), weights
+        )
+    return Model(
+        name=found.name,
+        hf=hf,
+        config=text,
+        tokenizer=model.tokenizer,
+        dtype=model.dtype,
+        device=model.device,
+        groups=layer_groups(source, text),
+        layers=layer_shapes(text),
+        vocab_size=text.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        max_position=model.max_position,
+        weights=weights,
+        generates=False,
+        identity=identity,
+    )
+
+
+def _from_directory(source: str, directory: Path) -> "tuple[Any, WeightSource]":
+    from transformers import AutoConfig
+
+    from genbatch.nif.models.file_checks import check_counts, read_object
+
+    check_counts(source, "config.json", read_object(source, directory / "config.json"))
+    try:
+        # No code of the assistant is run.
+        config: Any = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except Exception as fault:
+        raise ModelError(source, f"config.json is not one that transformers can read: {fault}") from fault
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(source, "it is a quantised assistant; assistants are read as plain numbers or from GGUF")
+    read_whole(config)
+    return config, _Weights(source, directory)
+
+
+def _from_gguf(source: str, path: Path) -> "tuple[Any, WeightSource]":
+    """llama.cpp's files have no clusters: every token gets a logit of its own."""
+    from transformers import Gemma4AssistantConfig
+
+    from genbatch.nif.models.gguf_config import gguf_config
+    from genbatch.nif.models.gguf_file import GgufFile, GgufWeights
+
+    file = GgufFile(source, path)
+    text, width = gguf_config(file), file.metadata.get(f"{ASSISTANT}.embedding_length_out")
+    if not isinstance(width, int):
+        raise file.fault(f"{ASSISTANT}.embedding_length_out is {width!r}, not the width of a model's rows")
+    try:
+        config = Gemma4AssistantConfig(text_config=text, backbone_hidden_size=width)
+    except Exception as fault:
+        raise file.fault(f"its metadata are no configuration of an assistant: {fault}") from fault
+    read_whole(config)
+    return config, GgufWeights(file, text)
+
+
+class _Weights:
+    """The tensors of an assistant, with the order of its tokens as numbers. A `WeightSource`."""
+
+    def __init__(self, source: str, directory: Path) -> None:
+        from genbatch.nif.models.weight_source import SafetensorsWeights
+
+        self._source = source
+        self._files = SafetensorsWeights(source, directory)
+
+    def names(self) -> Collection[str]:
+        """As in `WeightSource`."""
+        return self._files.names()
+
+    def tensor(self, name: str) -> "StoredTensor":
+        """As in `WeightSource`."""
+        from genbatch.nif.models.weight_source import StoredTensor
+
+        if name not in self.names() or self._files.kind(name) not in ("I32", "I64"):
+            return self._files.tensor(name)
+        whole = self._files.part(name).numpy()
+        if whole.size and not 0 <= whole.min() <= whole.max() < _MAX_TOKENS:
+            raise ModelError(self._source, f"its weights cannot be read: {name} holds other numbers than token ids")
+        return StoredTensor(name, "F32", whole.shape, whole.reshape(1, -1).astype("<f4").view("u1"))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """As in `WeightSource`."""
+        return self._files.shape(name)
+
+    def release(self) -> None:
+        """As in `WeightSource`."""
+        self._files.release()
+
+
+def layers_read(assistant: Model, model: Model) -> list[int]:
+    """Return the layer of the model whose keys and values each layer of the assistant reads.
+
+    Raises:
+        OptionError: the assistant was made for another model; the reason names what differs.
+    """
+    ours: Any = model.config
+    theirs: Any = assistant.config
+
+    def compare(what: str, its: object, own: object) -> None:
+        if its != own:
+            reason = f"{assistant.name} was not made for {model.name}: {what} {its}, not {own}"
+            raise OptionError("draft", reason)
+
+    compare("its rows are of a model of the size", theirs.backbone_hidden_size, ours.hidden_size)
+    compare("its number of tokens is", assistant.vocab_size, model.vocab_size)
+    kinds: list[str] = getattr(ours, "layer_types", None) or []
+    sources, read = kv_sources(ours), []
+    rotations, own_rotations = _rotations(theirs), _rotations(ours)
+    for layer, kind in enumerate(theirs.layer_types):
+        writers = [at for at, other in enumerate(kinds) if other == kind and at not in sources]
+        if kind not in rotations or not writers:
+            raise OptionError("draft", f"{assistant.name} was not made for {model.name}, which has no layer of {kind}")
+        read.append(writers[-1])
+        compare(f"its layer {layer} reads keys of the shape", assistant.layers[layer], model.layers[writers[-1]])
+        if rotations[kind] != own_rotations.get(kind):
+            raise OptionError(
+                "draft", f"{assistant.name} was not made for {model.name}: its layer {layer} rotates otherwise"
+            )
+        if kind == "sliding_attention":
+            compare("its window is", theirs.sliding_window, ours.sliding_window)
+    return read
+
+
+def _rotations(config: Any) -> dict[Any, tuple[list[float], float]]:
+    """Return the frequencies and the scale of each kind of layer."""
+    return {each.kind: (list(each.values), each.scale) for each in rope_frequencies(config, partial=False)}
