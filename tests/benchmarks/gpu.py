@@ -5,8 +5,9 @@
     python tests/benchmarks/gpu.py --dry-run --results DIR          # a tiny model, under Triton's interpreter
 
     tests        every kernel test and every test marked gpu
-    decode-8b    bandwidth; decode of an 8B shape at 64, 1, 16 and 256 rows, and packed; then transformers
-    decode-0.6b  the same for 0.6B, time to the first token, a mixed load; then transformers and FlashInfer
+    decode-8b    bandwidth; decode of an 8B shape at 64, 1, 16 and 256 rows, and packed; then transformers and
+                 attention alone, ours and libraries'
+    decode-0.6b  the same for 0.6B, time to the first token, a mixed load; then transformers and attention alone
     service      `genbatch bench` over a service of the 0.6B shape
     races        steps held up by torch.cuda._sleep; compute-sanitizer over the kernels, where it is installed
     unmeasured   what no GPU has run yet, of all the parts above; only where it is named. `make gpu-next` runs it
@@ -238,12 +239,19 @@ def groups_of(part: str, results: Path, *, dry_run: bool) -> list[Group]:
 
     if part == UNMEASURED:
         rows, most = (2, 2) if dry_run else (64, 256)
+
+        def attention(shape: str) -> list[str]:
+            return [f"attention of {shape}, B={count}" for count in ((1, 2) if dry_run else (1, 16, 64, 256))]
+
         return [
-            tested("adapters' graphs, rows that leave", "tests/nif/test_gpu.py", "-k", "with_adapters or that_leave"),
+            tested("adapters' graphs, rows that leave, prompts that open runs", "tests/nif/test_gpu.py",
+                   "-k", "with_adapters or that_leave or changes_no_text"),
             tested("input tokens", "tests/nif/kernels/test_kernel_elementwise.py", "-k", "next_tokens or go_on"),
             measured("decode-8b", only=[f"decode {kind}B={count}" for kind, count in
                                         (("int4 ", rows), ("int8 ", rows), ("", most))]),
             measured("decode-0.6b", only=["W1"]),
+            measured("decode-0.6b-peers", only=attention("qwen3-0.6b")),
+            measured("decode-8b-peers", only=attention("llama-3.1-8b")),
             measured("decode-0.6b-peers", only=["generate, B=1", f"generate, B={rows}", "W1 generate_batch"]),
             *checked("racecheck"),
             *checked("memcheck"),

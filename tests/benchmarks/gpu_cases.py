@@ -15,7 +15,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
-from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 import triton
+from gpu_attention import AttentionLoad, compare
 from gpu_events import IS_DRY, done, report
 from gpu_loads import (
     DRY_PLAN,
@@ -35,7 +35,7 @@ from gpu_loads import (
     run_mixed_load,
 )
 from gpu_models import SHAPES, TINY, build_model, bytes_per_step
-from gpu_peers import peer_flashinfer, peer_generate, peer_generate_batch, synchronize
+from gpu_peers import peer_generate, peer_generate_batch, synchronize
 from gpu_profile import kernel_times
 
 from genbatch.nif.models.loaded_model import Model
@@ -100,9 +100,8 @@ class Bench:
             yield "W1 generate_batch", self.generate_batch
         for batch_size in self.plan.batches[:2]:
             yield f"generate, static cache, B={batch_size}", partial(self.generate, batch_size, True)
-        if self.part == "decode-0.6b":
-            for batch_size in self.plan.batches:
-                yield f"FlashInfer's decode attention, B={batch_size}", partial(self.flashinfer, batch_size)
+        for batch_size in self.plan.batches:
+            yield f"attention of {SHAPE_OF[self.part]}, B={batch_size}", partial(self.attention, batch_size)
 
     def machine(self) -> None:
         """What is there; a GPU that torch cannot use fails it."""
@@ -173,13 +172,12 @@ class Bench:
         rate = peer_generate_batch(self.model, self.plan, requests)
         report("figure", "W1 generate_batch", figure=f"{rate:,.0f} tok/s")
 
-    def flashinfer(self, batch_size: int) -> None:
-        case = f"FlashInfer's decode attention, B={batch_size}"
-        if IS_DRY or find_spec("flashinfer") is None:
-            report("figure", case, figure="not there")
-            return
-        theirs, ours = peer_flashinfer(self.plan, batch_size)
-        report("figure", case, figure=f"{theirs * 1e6:.1f} us", note=f"ours {ours * 1e6:.1f} us")
+    def attention(self, batch_size: int) -> None:
+        """One layer's attention: ours and the libraries'."""
+        name = "tiny" if IS_DRY else SHAPE_OF[self.part]
+        load = AttentionLoad(name, batch_size, self.plan.context, self.plan.block_size, self.device, self.dtype)
+        for way, figure, note in compare(load):
+            report("figure", f"attention of {SHAPE_OF[self.part]}, B={batch_size}, {way}", figure=figure, note=note)
 
     def service(self) -> None:
         """`genbatch bench` over a service of its own: the whole product, with sockets and an engine process."""

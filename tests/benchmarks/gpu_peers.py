@@ -1,15 +1,13 @@
-"""The loads of the GPU benchmark in transformers, and FlashInfer's decode attention beside ours."""
+"""The loads of the GPU benchmark in transformers."""
 
 import time
-from collections.abc import Callable, Sequence
-from statistics import median
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from gpu_loads import Plan, Request
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from genbatch.nif.kernels.paged_attention import AttentionSetting, paged_attention, plan_shares
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runners.torch_runner import ATTENTION_NAME
 
@@ -78,51 +76,6 @@ def peer_generate(model: Model, plan: Plan, batch_size: int, *, compiles: bool) 
     finally:
         hf.set_attn_implementation(ATTENTION_NAME)
     return batch_size * plan.steps / elapsed
-
-
-def peer_flashinfer(plan: Plan, batch_size: int) -> tuple[float, float]:
-    """Seconds of one layer's decode attention, 16 heads over 8 of 128 elements: FlashInfer's, and ours."""
-    import flashinfer  # type: ignore[import-not-found]
-
-    device, heads, kv_heads, head_size = torch.device("cuda"), 16, 8, 128
-    blocks_each = -(-plan.context // plan.block_size)
-    shape = (batch_size * blocks_each, kv_heads, plan.block_size, head_size)
-    keys, values = (torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
-    query = torch.randn((batch_size, heads, head_size), dtype=torch.bfloat16, device=device)
-    table = torch.randperm(shape[0], device=device).int().view(batch_size, blocks_each)
-    lengths = torch.full((batch_size,), plan.context, dtype=torch.int32, device=device)
-    starts = torch.arange(batch_size + 1, dtype=torch.int32, device=device)
-    theirs = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-        torch.empty(128 << 20, dtype=torch.uint8, device=device), "HND"
-    )
-    last = plan.context - (blocks_each - 1) * plan.block_size
-    theirs.plan(
-        (starts * blocks_each).int(), table.flatten(), torch.full_like(lengths, last), heads, kv_heads, head_size,
-        plan.block_size, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
-    )  # fmt: skip
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    shares = plan_shares(starts, lengths, AttentionSetting(processors), max_kv_len=plan.context)
-    scale = head_size**-0.5
-
-    def ours() -> torch.Tensor:
-        return paged_attention(query, keys, values, table, starts, lengths, shares, scale=scale, max_query_len=1)
-
-    torch.testing.assert_close(ours(), theirs.run(query, (keys, values)), rtol=2e-2, atol=2e-2)
-    return seconds_of(lambda: theirs.run(query, (keys, values))), seconds_of(ours)
-
-
-def seconds_of(work: Callable[[], object], repeats: int = 50) -> float:
-    """Median seconds of work on the GPU, by its own clock; the host's launches are not in it."""
-    times = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(1_000_000)  # cycles, while which the host launches all of it
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return median(times[5:])
 
 
 def synchronize(device: torch.device) -> None:

@@ -67,6 +67,36 @@ def test_decode_needs_nothing_that_the_first_machine_lacks(tmp_path: Path) -> No
     assert any(one["case"].endswith("steps overlapped") for one in found)
 
 
+_ATTENTION = """
+import torch
+from gpu_attention import AttentionLoad, compare, ours, pages_of
+from tests.nif.kernels.reference import paged_attention
+
+load = AttentionLoad("tiny", 3, 10, 4, torch.device("cpu"), torch.float32)
+keys, values = load.layers[0]
+assert keys.stride() == values.stride() and keys.stride(0) == 2 * keys[0].numel(), "a block holds K, then V"
+want = paged_attention(load.query, keys, values, load.table, load.starts, load.lengths, scale=load.scale)
+torch.testing.assert_close(ours(load)(0), want)
+begins, pages, last = pages_of(load)
+for row, blocks in enumerate(load.table):
+    assert pages[begins[row] : begins[row + 1]].tolist() == blocks.tolist()
+    assert (len(blocks) - 1) * load.block_size + last[row] == load.context
+print(*(f"{name}: {figure}, {note}" for name, figure, note in compare(load)), sep="\\n")
+"""
+
+
+def test_attention_alone_is_computed_over_a_pool_as_ours_and_names_what_a_library_lacks() -> None:
+    variables = {**os.environ, "GPU_DRY_RUN": "1", "TRITON_INTERPRET": "1"}
+    variables["PYTHONPATH"] = os.pathsep.join(map(str, (HERE, HERE.parents[1] / ".ns", HERE.parents[1])))
+    ran = subprocess.run([sys.executable, "-c", _ATTENTION], env=variables, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    lines = ran.stdout.splitlines()
+    assert [line.split(":")[0] for line in lines] == [
+        "ours", "FlashInfer", "FlashInfer by tensor cores", "varlen_attn", "varlen_attn, one split"
+    ]  # fmt: skip
+    assert all("not there, it needs a GPU" in line for line in lines[1:]), ran.stdout
+
+
 def test_a_case_that_hangs_or_dies_is_recorded_and_the_next_begins(gpu: ModuleType, tmp_path: Path) -> None:
     record = gpu.Record(tmp_path / "part.jsonl")
     source = """
