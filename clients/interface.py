@@ -622,7 +622,9 @@ class TokenStream(CallResult):
         if self.tokens or self.final is not None:
             await trio.lowlevel.checkpoint()
         while not self.tokens and self.final is None:
-            await self._wait()  # waiting is a checkpoint already; another one would double the cost
+            # Waiting is a checkpoint already; another one would double the cost. This is `_wait`, without its frame.
+            self._reader = trio.lowlevel.current_task()
+            await trio.lowlevel.wait_task_rescheduled(self._abort)
         if self.tokens:
             return self.tokens.popleft()
         self.unwrap()
