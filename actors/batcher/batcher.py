@@ -25,7 +25,7 @@ import trio
 
 from genbatch.actors.batcher.arrivals import Compiled, Encoded, Prepared, PrepareGrammars, end_complete
 from genbatch.actors.batcher.calls import AdapterReady, SessionFileRead, SessionRead, UnloadOver, WorkEnded
-from genbatch.actors.batcher.journal import Decoded, RunEnded, StepMessage, Stepped
+from genbatch.actors.batcher.journal import Decoded, Opened, RunEnded, StepMessage, Stepped
 from genbatch.actors.batcher.messages import DrainOver, Embed, Generate, LoadSession, SaveSession
 from genbatch.actors.batcher.open_requests import BlocksLate, BlocksRead, End, Work
 from genbatch.actors.batcher.parts import BatcherParts
@@ -261,8 +261,10 @@ class Batcher(BatcherParts):
 
     def _wake(self) -> None:
         """Bring the next tick forward; an idle Batcher ticks once the queue is long enough or the window has ended."""
-        if self.slots.seq_pool or self.planner.is_owed():
+        if self.planner.is_owed():
             self.stepper.hurry()
+        elif self.slots.seq_pool:
+            self.stepper.arrived()
         if len(self.slots.pending) >= self.options.flush_size:
             self._tick_when_idle()
         elif not self._stepping:
@@ -443,6 +445,7 @@ _CALLS: dict[type, Callable[[Batcher, Any, From[Any]], object]] = {
 }
 _MESSAGES: dict[type, Callable[[Batcher, Any], None]] = {
     Stepped: Batcher._take_step,
+    Opened: Batcher._take_step,
     Decoded: Batcher._take_step,
     RunEnded: Batcher._take_step,
     Down: Batcher._caller_left,

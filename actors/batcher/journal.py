@@ -20,7 +20,7 @@ Events of the Batcher (measurements | metadata):
 Each accepted request has one request.finished; events of one request come in the order above. No event holds text of
 a prompt or of an answer. Values are numbers, text and booleans, so that events can cross processes.
 
-The model's thread reports each step to the Batcher by a message: Stepped, Decoded or RunEnded.
+The model's thread reports each step to the Batcher by a message: Stepped, Opened, Decoded or RunEnded.
 """
 
 from bisect import bisect_left
@@ -49,6 +49,9 @@ from genbatch.proto.service_messages import Health, HealthStatus
 
 class Stepping(Protocol):
     """Books the messages of the thread; `Stepper` implements it. Each method returns whether no work is left."""
+
+    def opened(self, opened: "Opened") -> bool:
+        """Book the first step of a run that opens with prompts; the next step may be running."""
 
     def decoded(self, decoded: "Decoded") -> bool:
         """Book a step of a run; the next step may be running."""
@@ -79,6 +82,19 @@ class Run(Protocol):
 # The draws of a run's step for each sequence: one token, and one more for each accepted draft token. A sequence that
 # has left the run has none.
 Drawn: TypeAlias = list[list[Sampled | SampleFault]]
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The first step of a run that opens with prompts has ended."""
+
+    run: Run
+    outputs: list[Evaluated]
+    has_first_tokens: ClassVar[bool] = False
+
+    def book(self, stepping: Stepping) -> bool:
+        """Book the step; return whether no work is left."""
+        return stepping.opened(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +148,7 @@ class RunEnded:
         return stepping.run_ended(self.run, self.result)
 
 
-StepMessage = Stepped | Decoded | RunEnded
+StepMessage = Stepped | Opened | Decoded | RunEnded
 
 
 class Histogram:
@@ -379,6 +395,10 @@ class Journal:
         self._inter_token = stats.histograms["inter_token_latency_seconds"]  # each token adds a value
         self._numbers = count(1)
         self._now = trio.current_time()  # when the last step ended: the time of all its tokens
+        # When the token before the latest one came, the seconds from there to `_now`, and their range in the histogram.
+        self._since: float | None = None
+        self._gap_s = 0.0
+        self._range = 0
 
     def request_id(self, message: Generate | Embed) -> str:
         """Return the name of a request in logs and spans: its gateway's name for it, or else a new one."""
@@ -446,6 +466,7 @@ class Journal:
     def stepped(self, batch: list[Planned], num_tokens: int, seconds: float) -> None:
         """Book one forward over so many tokens of these entries; call this before its tokens are booked."""
         self._now = trio.current_time()
+        self._since = None
         self.stats.count_step(len(batch), num_tokens, seconds)
         self.stats.update_rates(self._now)
         if self._telemetry.handlers:
@@ -463,8 +484,13 @@ class Journal:
         stats.generation_tokens += num_tokens
         assert request.share is not None
         request.share.generation_tokens += num_tokens
-        if sequence.last_token_at is not None:
-            self._inter_token.observe(now - sequence.last_token_at)
+        since = sequence.last_token_at
+        if since is not None:
+            if since != self._since:  # as a rule, all tokens of a step have the same gap
+                self._since, self._gap_s = since, now - since
+                self._range = bisect_left(self._inter_token.le, self._gap_s)
+            self._inter_token.counts[self._range] += 1
+            self._inter_token.sum += self._gap_s
         elif request.first_token_at is None:
             self._first_token(request)
         sequence.last_token_at = now

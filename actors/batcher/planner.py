@@ -380,11 +380,14 @@ class Planner:
         return [part for part in parts if part]
 
     def repeats(self, plan: SchedulerOutput) -> bool:
-        """Return whether the plan decodes every sequence, and stays the same until a request arrives or ends."""
+        """Return whether every sequence is in the plan, and the next plan is the same until a request arrives or ends.
+
+        The next plan decodes a sequence if this plan evaluates the last token of its prompt; see `draws_ahead`.
+        """
         return (
             self._options.plans_repeat
             and self._is_whole
-            and len(plan.generation_requests) == len(self._slots.sequences) == plan.num_scheduled
+            and plan.num_scheduled == len(self._slots.sequences)
             and not (self._slots.pending and (self._slots.seq_pool or self.is_owed()))
         )
 

@@ -4,15 +4,16 @@
     ...                                                # each message that it sends comes back through `take`
     if stepper.take(message): ...                      # all forwards have ended
 
-RunAhead lets decode steps follow one another while there is nothing to decide. A sequence that ends leaves the run, and
-the others go on. StepFaults finds the request at fault for a failed step. StepCommit books positions, tokens, text and
-ends.
+RunAhead lets decode steps follow one another while there is nothing to decide. Where steps overlap, a run may open with
+a step that has prompts. A sequence that ends leaves the run, and the others go on. StepFaults finds the request at
+fault for a failed step. StepCommit books positions, tokens, text and ends.
 """
 
 import gc
 import threading
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as ListOf
 from typing import cast
 
 import outcome
@@ -20,7 +21,7 @@ import trio
 
 from genbatch.actors.batcher.drafting import MAX_LOOKUPS, MAX_SEQUENCES, DraftCosts, RunDrafts
 from genbatch.actors.batcher.generation import Generation
-from genbatch.actors.batcher.journal import Decoded, Drawn, Run, RunEnded, StepMessage, Stepped
+from genbatch.actors.batcher.journal import Decoded, Drawn, Opened, Run, RunEnded, StepMessage, Stepped
 from genbatch.actors.batcher.open_requests import BatchState
 from genbatch.actors.batcher.requests import Evaluated, Planned
 from genbatch.actors.batcher.slots import SwapFault, run_copies, waiting_key
@@ -30,7 +31,7 @@ from genbatch.nif.context import Context
 from genbatch.nif.context.runs import DecodeRun, OverlappedRun
 from genbatch.nif.cuda_device import empty_cache, is_out_of_memory
 from genbatch.nif.errors import DeviceFault, OutOfBlocks
-from genbatch.nif.runner import Rows
+from genbatch.nif.runner import Entry, Rows
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
 from genbatch.nif.step_costs import StepWork
 from genbatch.nif.step_time import StepTimeModel
@@ -71,8 +72,10 @@ class RunAhead:
     since its drafts are of all its sequences.
 
     Args:
-        batch: an entry of one token for each running sequence; each entry draws.
+        batch: the first step's entry of each running sequence; each entry draws. All are tokens drawn before, or some
+            are the rest of a prompt: then the run opens with a step like any other, and decodes from the second on.
         num_draws: the tokens that each sequence may draw, see `draws_ahead`.
+        num_steps: the steps after which a plan is needed, at the latest.
         worker: the model's thread.
         send: gets each step but the last, on the event loop's thread.
         drafts: proposes draft tokens to verify; None for no drafts.
@@ -82,14 +85,17 @@ class RunAhead:
         self,
         batch: list[Planned],
         num_draws: list[int],
+        num_steps: int,
         worker: Worker,
         send: Callable[[StepMessage], None],
         drafts: RunDrafts | None = None,
     ) -> None:
         self.batch = batch
         self.sequences = generations(batch)
+        self._opens = has_prompts(batch)
+        assert drafts is None or not self._opens, "where steps overlap, nothing verifies drafts"
         self._num_draws = num_draws
-        self._max_steps = min(MAX_STEPS, min(num_draws) if drafts is not None else max(num_draws))
+        self._max_steps = min(MAX_STEPS, num_steps)
         self._worker = worker
         self._send = send
         self._drafts = drafts
@@ -124,19 +130,33 @@ class RunAhead:
         if self._drafts is not None:
             self._drafts.begin()
         samplers = [sequence.sampler for sequence in self.sequences]
-        run = context.decode_run(
-            [planned.entry for planned in self.batch],
-            samplers,
-            max_steps=self._max_steps,
-            num_draws=self._num_draws if self._drafts is None else None,
-        )
+        batch = self._open(context) if self._opens else [planned.entry for planned in self.batch]
+        steps = int(self._opens)
+        if not batch or self._max_steps <= steps:
+            return None
+        num_draws = None if self._drafts is not None else [count - steps for count in self._num_draws]
+        run = context.decode_run(batch, samplers, max_steps=self._max_steps - steps, num_draws=num_draws)
         try:
-            return self._decode(run, samplers)
+            return self._decode(run, samplers, steps)
         finally:
             run.close()
 
-    def _decode(self, run: DecodeRun | OverlappedRun, samplers: list[SamplerState]) -> Decoded | None:
-        steps, ends = 0, False
+    def _open(self, context: Context) -> list[Entry]:
+        """Evaluate the step with prompts; returns the entries of the decode step behind it, none if a plan follows."""
+        outputs = evaluate(context, self.batch)
+        self._worker.tell(self._send, Opened(self, outputs))
+        entries = []
+        for planned, output in zip(self.batch, outputs, strict=True):
+            entry, drawn = planned.entry, output.drawn
+            if drawn is None or drawn.failed:
+                return []
+            next_position = entry.n_past + len(entry.tokens)
+            entries.append(Entry(entry.seq_id, (drawn.token_id,), next_position, adapter=entry.adapter))
+        is_slow = any(sequence.sampler.is_slow for sequence in self.sequences)
+        return [] if self._stopping or is_slow else entries
+
+    def _decode(self, run: DecodeRun | OverlappedRun, samplers: list[SamplerState], steps: int) -> Decoded | None:
+        ends = False
         left: set[int] = set()  # a step under way may still draw for these
         constrained = [index for index, sampler in enumerate(samplers) if sampler.constraint is not None]
         while True:
@@ -196,18 +216,82 @@ def generations(batch: list[Planned]) -> list[Generation]:
     return [cast("Generation", planned.owner) for planned in batch]
 
 
+def has_prompts(batch: list[Planned]) -> bool:
+    """Return whether a batch has anything but tokens that were drawn before."""
+    return any(planned.owner.phase is not Phase.DECODING for planned in batch)
+
+
 def draws_ahead(batch: list[Planned]) -> list[int]:
     """Return the tokens that each sequence may draw without a plan; none if the batch needs a plan after each step.
 
-    That is so if the batch holds anything but plain decodes, or if all its sequences end with the next token.
+    That is so if an entry is not the last part of a prompt, or if all its sequences end with the next token.
     """
     left = []
     for planned in batch:
         owner = planned.owner
-        if planned.sampler is None or len(planned.entry.tokens) != 1 or not owner.runs_ahead:
+        if planned.sampler is None or not owner.runs_ahead:
             return []
         left.append(owner.max_new_tokens - owner.num_generated)
     return left if max(left, default=1) > 1 else []
+
+
+# The most seconds that a run goes on while a slot is free and a sequence waits for it.
+MAX_GATHER_S = 0.05
+# The weight of the latest step in the average number of ends.
+_LATEST = 1 / 32
+
+
+class Gathering:
+    """Decides when a run ends for sequences that wait for slots: at an end, or after several ends.
+
+    A plan leaves the device and all its rows idle for a moment. A free slot is one idle row as long as the run goes on.
+    So the run goes on until its free slots have cost as much as a plan costs, if that time will bring another end. It
+    ends as soon as every waiting sequence has a slot. It ends at once where plans cost nothing: `plan_s` is 0.
+    """
+
+    def __init__(self) -> None:
+        self.plan_s = 0.0  # how long the latest plan left the device idle
+        self.is_on = False  # whether the run goes on although a slot is free and a sequence waits
+        self._ends_a_step = 0.0
+        self._step_s = 0.0  # the latest step's seconds
+        self.begin(1)
+
+    def begin(self, num_rows: int) -> None:
+        """Begin a run of this many sequences."""
+        self._num_rows = num_rows
+        self._num_free = 0
+        self._idle_s = self._waited_s = 0.0  # what its free slots have cost; the time since its first end
+        self.is_on = False
+
+    def is_due(self, num_ended: int, num_waiting: int, step_s: float) -> bool:
+        """Return whether the run ends with the step that was just booked.
+
+        Args:
+            num_ended: sequences that the step has ended.
+            num_waiting: sequences that wait for a slot.
+            step_s: the step's seconds.
+        """
+        self._ends_a_step += _LATEST * (num_ended - self._ends_a_step)
+        self._step_s = step_s
+        if self._num_free:
+            self._idle_s += step_s * self._num_free / self._num_rows
+            self._waited_s += step_s
+        self._num_free += num_ended
+        if not (self._num_free and num_waiting):
+            self.is_on = False
+            return False
+        self.is_on = (
+            self._num_free < num_waiting
+            and self.expects_another()
+            and self._idle_s < self.plan_s
+            and self._waited_s < MAX_GATHER_S
+        )
+        return not self.is_on
+
+    def expects_another(self) -> bool:
+        """Return whether a second end is expected until one free slot has cost as much as a plan."""
+        longest_s = min(MAX_GATHER_S, self.plan_s * self._num_rows)
+        return self._ends_a_step * longest_s >= self._step_s > 0
 
 
 # The number of requests that may fail in a row, each alone in its step, before the engine counts as at fault.
@@ -397,18 +481,22 @@ class Stepper:
         # Start of the turn that planned the current step: callers wait for their tokens from that time.
         self._turn_began = 0.0
         self._run: RunAhead | None = None
+        self._gathering = Gathering()
         self._faults = StepFaults()
 
     def begin(self, groups: list[list[Planned]], *, repeats: bool, turn_began: float) -> None:
         """Evaluate the groups one after another.
 
         Args:
-            repeats: whether the same plan may be repeated, so that steps need no new plan in between.
+            repeats: whether the steps that follow may decode every sequence without a plan in between.
             turn_began: the time when the Batcher began to handle the message that led to the plan.
         """
         self._turn_began = turn_began
+        if self._ctx.overlaps:
+            self._gathering.plan_s = trio.current_time() - turn_began
         self._groups.extend(groups)
-        num_draws = draws_ahead(groups[0]) if repeats and len(groups) == 1 else []
+        runs = repeats and len(groups) == 1 and (self._ctx.overlaps or not has_prompts(groups[0]))
+        num_draws = draws_ahead(groups[0]) if runs else []
         if num_draws:
             self._run_ahead(self._groups.popleft(), num_draws)
         else:
@@ -422,6 +510,11 @@ class Stepper:
         """End a run with its current step, since there is something to decide."""
         if self._run is not None:
             self._run.stop()
+
+    def arrived(self) -> None:
+        """End a run with its current step for a new sequence that finds a free slot, unless the run gathers ends."""
+        if not self._gathering.is_on:
+            self.hurry()
 
     # Single steps
 
@@ -447,14 +540,7 @@ class Stepper:
         except BaseException as error:
             self._split(batch, error)
         else:
-            self._watch.restart(now)
-            self._faults.succeeded()
-            num_tokens = sum([len(planned.entry.tokens) for planned in batch])
-            self._journal.stepped(batch, num_tokens, now - self._began)
-            self._times.took(work_of(batch), now - self._turn_began)
-            self._turn_began = now
-            for planned, evaluated in zip(batch, outputs, strict=True):
-                self._commit.book(planned, evaluated)
+            self._book(batch, outputs, now)
         while self._groups:
             self._groups[0] = [planned for planned in self._groups[0] if planned.owner.seq_id is not None]
             if self._groups[0]:
@@ -463,6 +549,16 @@ class Stepper:
             self._groups.popleft()
         self._blame()
         return True
+
+    def _book(self, batch: list[Planned], outputs: list[Evaluated], now: float) -> None:
+        self._watch.restart(now)
+        self._faults.succeeded()
+        num_tokens = sum([len(planned.entry.tokens) for planned in batch])
+        self._journal.stepped(batch, num_tokens, now - self._began)
+        self._times.took(work_of(batch), now - self._turn_began)
+        self._turn_began = now
+        for planned, evaluated in zip(batch, outputs, strict=True):
+            self._commit.book(planned, evaluated)
 
     def _split(self, batch: list[Planned], error: BaseException) -> None:
         """Try the parts of a failed step, which left no trace, until the entry at fault is alone."""
@@ -487,7 +583,12 @@ class Stepper:
     def _run_ahead(self, batch: list[Planned], num_draws: list[int]) -> None:
         """Let the model's thread decode step after step."""
         self._began = trio.current_time()
-        self._run = run = RunAhead(batch, num_draws, self._worker, self._send, self._drafts_of(batch))
+        self._gathering.begin(len(batch))
+        # Where no ends are gathered, no step is launched behind the first end by length that a sequence waits for.
+        stops = self._ctx.overlaps and bool(self._slots.pending) and not self._gathering.expects_another()
+        drafts = self._drafts_of(batch)
+        num_steps = min(num_draws) if stops or drafts is not None else max(num_draws)
+        self._run = run = RunAhead(batch, num_draws, num_steps, self._worker, self._send, drafts)
         self._requests.defer()
         self._worker.submit(
             run.evaluate,
@@ -511,6 +612,14 @@ class Stepper:
             drafter=drafter,
         )
 
+    def opened(self, opened: Opened) -> bool:
+        """Book the first step of a run that opens with prompts; the next step may be running."""
+        run, now = opened.run, trio.current_time()
+        self._book(run.batch, opened.outputs, now)
+        self._blame()  # nothing has failed in this tick: the next one begins with no success counted
+        self._go_on(run, now, [index for index, sequence in enumerate(run.sequences) if sequence.ended])
+        return False
+
     def decoded(self, decoded: Decoded) -> bool:
         """Book a step of a run; the next step may be running."""
         run, drawn = decoded.run, decoded.drawn
@@ -521,16 +630,26 @@ class Stepper:
         if decoded.num_drafted:
             self._journal.drafted(decoded.num_drafted, sum(map(len, drawn)) - len(drawn))
         self._times.took(run_work(batch, decoded.num_drafted), now - self._turn_began - decoded.guessing_s)
-        self._began = self._turn_began = now
-        ended = self._commit.book_decodes(run.sequences, drawn)
+        self._turn_began = now
+        self._go_on(run, now, self._commit.book_decodes(run.sequences, drawn), decoded.freed)
+        return False
+
+    def _go_on(self, run: Run, now: float, ended: list[int], freed: ListOf[int] = ()) -> None:
+        """Let the run go on after a step was booked, unless there is something to decide.
+
+        Args:
+            now: when the step ended.
+            ended: the indices of the sequences that the step has ended.
+            freed: the indices of those that hold no blocks any more.
+        """
         for index in ended:
             run.leave(index)
-        self._requests.freed([run.sequences[index] for index in decoded.freed])
-        # A sequence that waits takes the slot of an ended one.
-        if self._requests.overdue() or ((ended or decoded.freed) and self._slots.pending):
+        self._requests.freed([run.sequences[index] for index in freed])
+        is_due = self._gathering.is_due(len(ended), len(self._slots.pending), now - self._began)
+        self._began = now
+        if is_due or self._requests.overdue():
             run.stop()
         run.booked()
-        return False
 
     def run_ended(self, run: Run, result: "outcome.Outcome[Decoded | None]") -> bool:
         self._run = None

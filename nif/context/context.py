@@ -164,6 +164,11 @@ class Context:
         """Whether decode runs can verify drafts and still draw the same tokens as without drafts."""
         return isinstance(self.runner, InvariantRunner) and self._launcher is None
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether each step of a decode run is launched before the one before is read."""
+        return self._launcher is not None
+
     # Adapters
 
     def prepare_adapter(self, adapter: LoraAdapter) -> None:

@@ -171,8 +171,8 @@ def new_runner(model: Model, sequences: int, arguments: argparse.Namespace) -> I
     return kind(model, sequences, arguments.forward_ms / 1000)
 
 
-async def run_any_length(model: Model, sequences: int, arguments: argparse.Namespace) -> tuple[int, int, float]:
-    """Serve requests of random lengths; returns the steps, the runs and the seconds."""
+async def run_any_length(model: Model, sequences: int, arguments: argparse.Namespace) -> str:
+    """Serve requests of random lengths, all at once; returns the columns of the table."""
     runner = new_runner(model, sequences, arguments)
     lengths = np.random.default_rng(4).integers(1, 2 * arguments.new, arguments.requests or sequences).tolist()
     blocks = [sequences * (arguments.prompt + 2 * arguments.new + 32) // 16 for _ in runner.groups]
@@ -181,10 +181,15 @@ async def run_any_length(model: Model, sequences: int, arguments: argparse.Names
         max_queue=len(lengths) + sequences, max_client_queue_share=1.0,
     )  # fmt: skip
     runs, evaluate = [0], RunAhead.evaluate
+    firsts: list[float] = []  # when each first token arrived
 
     def count(run: RunAhead, *arguments: Any) -> Any:
         runs[0] += 1
         return evaluate(run, *arguments)
+
+    def streamed(index: int) -> None:
+        if index == 0:
+            firsts.append(time.perf_counter() - began)
 
     RunAhead.evaluate = count  # type: ignore[method-assign]
     async with trio.open_nursery() as nursery:
@@ -196,12 +201,15 @@ async def run_any_length(model: Model, sequences: int, arguments: argparse.Names
             for index, length in enumerate(lengths):
                 tokens = [(index * 7919 + 31 * i) % (model.vocab_size - 10) + 5 for i in range(arguments.prompt)]
                 request = GenerateRequest(token_ids=tokens, max_tokens=length, ignore_eos=True, seed=index)
-                callers.start_soon(one_stream, ref, request, lambda _: None)
+                callers.start_soon(one_stream, ref, request, streamed)
         seconds = time.perf_counter() - began
         steps = batcher.stats.steps
         await ref.stop()
     RunAhead.evaluate = evaluate  # type: ignore[method-assign]
-    return steps, runs[0], seconds
+    waited = [np.quantile(firsts, share) for share in (0.5, 0.99)]
+    columns = (sequences, len(lengths), steps, runs[0], f"{seconds:.2f}", f"{sum(lengths) / seconds:.0f}",
+               *(f"{first_s:.2f}" for first_s in waited))  # fmt: skip
+    return f"| {' | '.join(map(str, columns))} |"
 
 
 def main() -> None:
@@ -227,11 +235,11 @@ def main() -> None:
         show_profile(model, arguments)
         return
     if arguments.any_length:
-        print("| sequences | requests | steps | runs | steps a run | s |\n|---|---|---|---|---|---|")
-        for sequences in arguments.sequences:
-            steps, runs, seconds = trio.run(run_any_length, model, sequences, arguments)
-            requests = arguments.requests or sequences
-            print(f"| {sequences} | {requests} | {steps} | {runs} | {steps / runs:.1f} | {seconds:.1f} |", flush=True)
+        print("| sequences | requests | steps | runs | s | tokens/s | first token after p50 s | p99 |")
+        print("|---|---|---|---|---|---|---|---|")
+        for _ in range(arguments.rounds):
+            for sequences in arguments.sequences:
+                print(trio.run(run_any_length, model, sequences, arguments), flush=True)
         return
     print("| sequences | loop, us a step | model, us a step | together, us a token |\n|---|---|---|---|")
     for sequences in arguments.sequences:
