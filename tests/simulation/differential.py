@@ -16,7 +16,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -28,11 +28,12 @@ from genbatch.actors.batcher.drafting import DraftCosts
 from genbatch.nif.context.context import Context
 from genbatch.nif.context.draft_model import NUM_SLOTS, DraftModel
 from genbatch.nif.context.drafters import Drafter
-from genbatch.nif.context.engine import choose_runner
+from genbatch.nif.context.engine import choose_runner, load_engine
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.model import describe_model, load_model
 from genbatch.nif.runner import Runner
+from tests.nif import assistant_models
 from tests.nif.mtp_models import random_pair, right_pair
 from tests.nif.native.models import build_native_model
 from tests.nif.tiny_models import build_model, build_tokenizer
@@ -51,6 +52,7 @@ NATIVE = (
 # With a drafter in the crowd: a model's own multi-token head, or a draft model with other weights or the same.
 DRAFTED = (
     *("head-qwen3_5", "head-qwen3_5_moe", "head-qwen3_next", "head-right"),
+    *("assisted-gemma4", "assisted-gemma4_unified", "assisted-gemma4_experts", "assisted-right"),
     *("drafted-llama_odd", "copied-llama_odd"),
 )
 # The simulated model over all kinds of layer groups: a thousand times as many worlds in the same time.
@@ -112,6 +114,14 @@ def load(family: str, directory: Path) -> Served:
         assert model is not None
         heads = choose_runner(model, EngineOptions(n_threads=1, draft="self"))
         return Served(model, partial(heads, 8, 512), partial(choose_runner(model, EngineOptions(n_threads=1)), 8, 512))
+    if kind == "assisted":
+        assisted = (
+            assistant_models.right_pair(directory) if name == "right" else assistant_models.random_pair(name, directory)
+        )
+        options = EngineOptions(model_path=str(assisted.path), dtype="float32", n_gpu_layers=0, n_threads=1)
+        engine = load_engine(replace(options, draft=str(assisted.draft)))
+        plain = load_engine(options)
+        return Served(engine.model, partial(engine._new_runner, 8, 512), partial(plain._new_runner, 8, 512))
     if kind in ("drafted", "copied"):
         model = load_model(str(build_native_model(name, directory, build_tokenizer)), dtype="float32", n_gpu_layers=0)
         draft = load_model(str(_draft_of(directory, noise=0.02 if kind == "drafted" else 0.0)), dtype="float32")
