@@ -304,7 +304,7 @@ async def test_an_address_is_a_file_or_a_host_and_a_port(address: str, read: RPC
     if read is not None:
         assert read_rpc_address(address) == read
         return
-    with pytest.raises(Unavailable, match="no address"):
+    with pytest.raises(Unavailable, match="not an address"):
         async with RPCClient(address):
             pass
 
