@@ -171,9 +171,9 @@ class EngineOptions:
             so starts at once, and engines of the same model share them in memory. The files that were used longest ago
             are removed. They are in the cache directory ($GENBATCH_CACHE), for the native runner alone.
         draft: a smaller model with the same vocabulary, named like `model_path`; or Gemma 4's assistant for the model;
-            or "self" for the multi-token head (MTP) in the model's own files (Qwen3.5 and 3.6, Qwen3-Next). It guesses
-            several tokens while at most four requests decode, and a step of the model verifies them. Answers do not
-            change. Drafting stops where it does not pay. Needs the native runner.
+            or "self" for the multi-token head (MTP) in the model's own files (Qwen3.5 and 3.6, Qwen3-Next, GLM-4.5,
+            DeepSeek-V3). It guesses several tokens while at most four requests decode, and a step of the model verifies
+            them. Answers do not change. Drafting stops where it does not pay. Needs the native runner.
     """
 
     model_path: str = "smollm2"

@@ -260,6 +260,12 @@ class MtpNames:
     final_norm: str = "mtp.norm"
 
 
+def nextn(config: Any) -> MtpNames:
+    """Return the names of an MTP layer that files number as the layer behind the last one (DeepSeek, GLM)."""
+    start = f"model.layers.{config.num_hidden_layers}."
+    return MtpNames(start, f"{start}eh_proj", (f"{start}enorm", f"{start}hnorm"), f"{start}shared_head.norm")
+
+
 @dataclass(frozen=True, slots=True)
 class AssistantNames:
     """A model that predicts for another one, whose keys and values its layers read; they have none of their own.

@@ -14,6 +14,7 @@ from genbatch.nif.models.architecture import (
     LatentNames,
     Tensors,
     latent_rows,
+    nextn,
 )
 from genbatch.nif.models.dense_families import (
     cohere2,
@@ -83,7 +84,7 @@ def _glm4_moe(config: Any) -> Architecture:
         groups=(config.n_group, config.topk_group),
     )
     kind = SHARED if getattr(config, "use_qk_norm", False) else NONE
-    return replace(llama(config), qk_norm=kind, partial_rotary=True, experts=experts)
+    return replace(llama(config), qk_norm=kind, partial_rotary=True, experts=experts, mtp=nextn(config))
 
 
 def _latent(config: Any) -> Architecture:
@@ -145,7 +146,7 @@ def _chosen_by_sigmoid(config: Any) -> ExpertNames:
 
 
 def _deepseek3(config: Any) -> Architecture:
-    return replace(_latent(config), experts=_chosen_by_sigmoid(config))
+    return replace(_latent(config), experts=_chosen_by_sigmoid(config), mtp=nextn(config))
 
 
 def _dots1(config: Any) -> Architecture:

@@ -60,6 +60,13 @@ _WITH_SHARED = {
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
+# The layer of multi-token prediction, which is numbered behind the last one.
+_NEXTN = {
+    "nextn.eh_proj": "eh_proj",
+    "nextn.enorm": "enorm",
+    "nextn.hnorm": "hnorm",
+    "nextn.shared_head_norm": "shared_head.norm",
+}
 _DEEPSEEK = GgufFamily(
     {
         **_WITH_SHARED,
@@ -312,7 +319,7 @@ FAMILIES = {
         single_rows=("shared_expert_gate.weight",),
     ),
     "glm4moe": GgufFamily(
-        {**_WITH_SHARED, "post_attention_norm": "post_attention_layernorm"},
+        {**_WITH_SHARED, **_NEXTN, "post_attention_norm": "post_attention_layernorm"},
         kind="glm4_moe",
         settings={**SETTINGS, **_ROUTED_EXPERTS},
         bare={"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"},

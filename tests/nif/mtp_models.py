@@ -12,7 +12,7 @@ from transformers.modeling_layers import MtpModel
 from tests.nif.native.models import random_model
 from tests.nif.tiny_models import build_tokenizer
 
-FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "glm4_moe", "deepseek3")
 # transformers' names of the layer, and those of Qwen's files.
 _NAMES = {
     "0.eh_proj.": "mtp.fc.",
@@ -63,12 +63,17 @@ class MtpPair:
         return following[-count:]
 
 
-def mtp_tensors(mtp: Any) -> dict[str, torch.Tensor]:
-    """The layer's tensors by the names of Qwen's files."""
+def mtp_tensors(pair: MtpPair) -> dict[str, torch.Tensor]:
+    """The layer's tensors by the names of the family's files."""
+    names = _NAMES
+    if not pair.hf.config.model_type.startswith("qwen3"):  # DeepSeek's and GLM's, behind the last layer
+        start = f"model.layers.{pair.hf.config.num_hidden_layers}."
+        parts = {"mtp_block.": "", "post_norm.": "shared_head.norm."}
+        names = {theirs: start + parts.get(theirs[2:], theirs[2:]) for theirs in _NAMES}
     return {
         ours + name.removeprefix(theirs): tensor.contiguous()
-        for name, tensor in mtp.layers.state_dict().items()
-        for theirs, ours in _NAMES.items()
+        for name, tensor in pair.mtp.layers.state_dict().items()
+        for theirs, ours in names.items()
         if name.startswith(theirs)
     }
 
@@ -78,7 +83,7 @@ SMALL = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_atten
 
 def random_pair(name: str, path: Path, **sizes: Any) -> MtpPair:
     """A random model of a family, with a random MTP layer; saved in `path` with a tokenizer."""
-    return saved(_random(name, path, sizes or SMALL))
+    return saved(_random(name, path, sizes or (SMALL if name.startswith("qwen3") else {})))
 
 
 def right_pair(path: Path, dtype: torch.dtype = torch.float32, **sizes: Any) -> MtpPair:
@@ -98,7 +103,9 @@ def right_pair(path: Path, dtype: torch.dtype = torch.float32, **sizes: Any) -> 
 
 def _random(name: str, path: Path, sizes: dict[str, Any]) -> MtpPair:
     hf = random_model(name, **sizes, attention_bias=False)
-    hf.config.num_mtp_layers, hf.config.mtp_layer_types = 1, ["full_attention"]
+    hf.config.num_mtp_layers = hf.config.num_nextn_predict_layers = 1
+    hf.config.mtp_layer_types, hf.config.mtp_mlp_layer_types = ["full_attention"], ["sparse"]
+    hf.config.first_k_dense_replace = getattr(hf.config, "first_k_dense_replace", 0)
     mtp = MtpModel(hf, 1).eval().requires_grad_(False)
     for key, parameter in mtp.layers.named_parameters():
         if "norm" in key:
@@ -113,5 +120,5 @@ def saved(pair: MtpPair) -> MtpPair:
     pair.hf.save_pretrained(pair.path)
     build_tokenizer(pair.path)
     file = pair.path / "model.safetensors"
-    save_file({**load_file(file), **mtp_tensors(pair.mtp)}, file, metadata={"format": "pt"})
+    save_file({**load_file(file), **mtp_tensors(pair)}, file, metadata={"format": "pt"})
     return pair
