@@ -20,6 +20,7 @@ from genbatch.nif.models.gguf_families import ASSISTANT
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.model_source import ModelSource, quiet_transformers
 from genbatch.nif.models.rope import rope_frequencies
+from genbatch.nif.runner import LayerShape
 
 if TYPE_CHECKING:  # imports torch, which a model with kept weights does without
     from genbatch.nif.models.weight_source import StoredTensor, WeightSource
@@ -172,8 +173,8 @@ def layers_read(assistant: Model, model: Model) -> list[int]:
             reason = f"{assistant.name} was not made for {model.name}: {what} {its}, not {own}"
             raise OptionError("draft", reason)
 
-    compare("its rows are of a model of the size", theirs.backbone_hidden_size, ours.hidden_size)
-    compare("its number of tokens is", assistant.vocab_size, model.vocab_size)
+    compare("it reads rows with a hidden size of", theirs.backbone_hidden_size, ours.hidden_size)
+    compare("its vocabulary size is", assistant.vocab_size, model.vocab_size)
     kinds: list[str] = getattr(ours, "layer_types", None) or []
     sources, read = kv_sources(ours), []
     rotations, own_rotations = _rotations(theirs), _rotations(ours)
@@ -182,14 +183,19 @@ def layers_read(assistant: Model, model: Model) -> list[int]:
         if kind not in rotations or not writers:
             raise OptionError("draft", f"{assistant.name} was not made for {model.name}, which has no layer of {kind}")
         read.append(writers[-1])
-        compare(f"its layer {layer} reads keys of the shape", assistant.layers[layer], model.layers[writers[-1]])
+        compare(f"its layer {layer} reads", _heads(assistant.layers[layer]), _heads(model.layers[writers[-1]]))
         if rotations[kind] != own_rotations.get(kind):
             raise OptionError(
-                "draft", f"{assistant.name} was not made for {model.name}: its layer {layer} rotates otherwise"
+                "draft",
+                f"{assistant.name} was not made for {model.name}: its layer {layer} has other rotary embeddings",
             )
         if kind == "sliding_attention":
             compare("its window is", theirs.sliding_window, ours.sliding_window)
     return read
+
+
+def _heads(shape: LayerShape) -> str:
+    return f"{shape.num_kv_heads} KV heads with keys of {shape.key_dim} and values of {shape.value_dim} elements"
 
 
 def _rotations(config: Any) -> dict[Any, tuple[list[float], float]]:

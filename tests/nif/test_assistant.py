@@ -306,10 +306,13 @@ def refusal(path: Path, draft: Path, **options: Any) -> str:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"hidden_size": 96}, "its rows are of a model of the size 96, not 64"),
-        ({"vocab_size": 352, "vocab_size_per_layer_input": 352}, "its number of tokens is 352, not 320"),
+        ({"hidden_size": 96}, "it reads rows with a hidden size of 96, not 64"),
+        ({"vocab_size": 352, "vocab_size_per_layer_input": 352}, "its vocabulary size is 352, not 320"),
         ({"sliding_window": 40}, "its window is 40, not 24"),
-        ({"num_key_value_heads": 4}, "its layer 0 reads keys of the shape"),
+        (
+            {"num_key_value_heads": 4},
+            "its layer 0 reads 4 KV heads with keys of 16 and values of 16 elements, not 2 KV heads",
+        ),
     ],
     ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
 )
@@ -362,6 +365,6 @@ def test_damaged_assistants_are_refused(pair: AssistedPair, tmp_path: Path, chan
         "no ordering": "lack masked_embedding.token_ordering",
         "another shape": "pre_projection.weight has the shape",
         "NaN": "post_projection.weight",
-        "other rotations": "its layer 0 rotates otherwise",
+        "other rotations": "its layer 0 has other rotary embeddings",
     }
     assert reasons[change] in refusal(pair.path, damaged)
