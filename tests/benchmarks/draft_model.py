@@ -14,6 +14,7 @@ import argparse
 import random
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,11 +108,12 @@ def write(path: Path, shape: Sequence[int], num_layers: int, num_silent: int) ->
 async def measure(large: Path, small: Path, chosen: argparse.Namespace) -> None:
     """Print a line for each share and each number of sequences."""
     engine = load_engine(EngineOptions(model_path=str(large), draft=str(small), quantize=chosen.quantize, n_ctx=4096))
-    draft = engine.draft
+    draft, options = engine.draft, engine.options
     async with trio.open_nursery() as nursery:
         pair = {}
         for drafts in (False, True):
             engine.draft = draft if drafts else None
+            engine.options = options if drafts else replace(options, draft="")
             pair[drafts] = await open_batcher(nursery, engine, drafts=drafts)
         drafter = pair[True].ctx.drafter
         assert drafter is not None

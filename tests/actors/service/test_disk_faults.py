@@ -33,7 +33,17 @@ async def answers(service: RunningService) -> tuple[list[Any], dict[str, int] | 
         async with trio.open_nursery() as nursery:
             for number in range(len(PROMPTS)):
                 nursery.start_soon(ask, number)
-        return [found[number] for number in range(len(PROMPTS))], (await client.stats()).get("prefix_disk")
+        counted = await settled_counters(client)
+        return [found[number] for number in range(len(PROMPTS))], counted
+
+
+async def settled_counters(client: ZeroMQClient) -> dict[str, int] | None:
+    """Return the counters once the cache's thread, which writes behind the answers, has nothing left to write."""
+    before: dict[str, int] | None = None
+    while (counted := (await client.stats()).get("prefix_disk")) is not None and counted != before:
+        before = counted
+        await trio.sleep(0.5)
+    return counted
 
 
 @pytest.fixture(scope="module")
