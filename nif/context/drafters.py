@@ -115,7 +115,7 @@ class Seen:
     Args:
         n_past: the positions that the sequence had.
         count: the positions that were added.
-        places: the tokens of the sequence's part whose rows were asked for, in ascending order.
+        places: indices into the sequence's tokens of the step; these tokens have rows. In ascending order.
         states: [places, hidden], their rows in front of the model's head.
     """
 
@@ -227,7 +227,7 @@ class StateDrafter(ABC, Generic[G]):
 
     @abstractmethod
     def reads(self, batch: RaggedBatch) -> npt.NDArray[np.int64]:
-        """Return the tokens of a step whose rows the drafter reads, in ascending order."""
+        """Return the indices of the step's tokens for which the drafter needs rows, in ascending order."""
 
     @abstractmethod
     def missed(self, seq_ids: Sequence[int]) -> None:

@@ -268,14 +268,16 @@ def nextn(config: Any) -> MtpNames:
 
 @dataclass(frozen=True, slots=True)
 class AssistantNames:
-    """A model that predicts for another one, whose keys and values its layers read; they have none of their own.
+    """Names and sizes of an assistant, which guesses tokens for another model.
+
+    Its layers read the other model's keys and values, and have none of their own.
 
     Args:
         hidden_size: of the other model.
         clusters: how many clusters of tokens the head has; 0: each token gets a logit of its own.
-        chosen: the clusters of which a row's tokens get logits.
+        chosen: how many clusters a row chooses; only their tokens get logits.
         input: name of the linear that makes a row of a token's embedding and of the other model's row.
-        output: name of the linear that makes the next prediction's row of the row in front of the head.
+        output: name of the linear that turns the row in front of the head into the row for the next guess.
         centroids: name of the linear that gives each cluster's score.
         ordering: name of the tensor of all tokens, cluster by cluster.
     """
@@ -392,7 +394,7 @@ class Architecture:
         factors: of a linear's products and bias, by the end of its name.
         input_factor: of the products of queries, keys and values.
         mtp: the names of the MTP layer, which a file may have; None where it is not computed.
-        assistant: what a model has that predicts for another one; None of other models.
+        assistant: names and sizes of an assistant; None if the model is no assistant.
     """
 
     norm_eps: float

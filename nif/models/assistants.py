@@ -1,12 +1,12 @@
-"""Assistants: small models that predict tokens for a larger one, whose keys and values they read (Gemma 4).
+"""Assistants are small models that guess tokens for a larger model, and read its keys and values (Gemma 4).
 
     found = resolve_model("gemma-4-E2B-it-assistant")
     if is_assistant(found):
         assistant = describe_assistant("gemma-4-E2B-it-assistant", found, model)
-        layers_read(assistant, model)       # which layer's keys each of its layers reads
+        layers_read(assistant, model)       # the layer of the model that each of its layers reads
 
-An assistant has no keys of its own, and no use without the model that it was made for. So it is no `Model` that is
-served, and its description has the other model's tokenizer.
+An assistant has no keys of its own, and is useless without the model that it was made for. So it cannot be served
+alone, and its description has the other model's tokenizer.
 """
 
 from collections.abc import Collection
@@ -35,7 +35,7 @@ _MAX_TOKENS = 1 << 24  # whole numbers up to here are exact in float32
 
 
 def is_assistant(found: ModelSource) -> bool:
-    """Whether the files are an assistant's, by their own words."""
+    """Return whether the files' configuration or metadata name an assistant."""
     from genbatch.nif.models.file_checks import read_object
     from genbatch.nif.models.gguf_file import GgufFile
 
@@ -160,7 +160,7 @@ class _Weights:
 
 
 def layers_read(assistant: Model, model: Model) -> list[int]:
-    """Return the layer of the model whose keys and values each layer of the assistant reads.
+    """For each layer of the assistant, return the layer of the model from which it reads keys and values.
 
     Raises:
         OptionError: the assistant was made for another model; the reason names what differs.

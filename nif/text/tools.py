@@ -90,7 +90,7 @@ _INNER_MARKS: Mapping[Shape, tuple[str, ...]] = {
 
 
 def _deepseek(name: str) -> str:
-    """Return one of DeepSeek's marks, whose bars are wide ones."""
+    """Return one of DeepSeek's marks; its bars are U+FF5C, not the ASCII bar."""
     return f"<\uff5ctool▁{name}\uff5c>"
 
 

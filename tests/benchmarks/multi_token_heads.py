@@ -97,7 +97,7 @@ def write_assisted(folder: Path, vocab_size: int) -> None:
 
 
 class Known:
-    """A drafter whose guesses are replaced by what the model drew after the same token before.
+    """Replaces a drafter's guesses. The new guess is the token that the model drew earlier after the same token.
 
     Args:
         drafter: guesses anything, at its own cost.

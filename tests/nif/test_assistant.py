@@ -13,7 +13,6 @@ import torch
 import trio
 from safetensors.torch import load_file, save_file
 
-from genbatch import open_batcher
 from genbatch.actors.batcher.drafting import DraftCosts
 from genbatch.nif.context import Context
 from genbatch.nif.context.drafters import DRAFTED_SEQUENCES, Drafted
@@ -25,6 +24,7 @@ from genbatch.nif.runner import Entry, Logits
 from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.sampler import SamplerState
 from tests.nif.assistant_models import CLUSTERS, FAMILIES, WINDOW, AssistedPair, random_pair, right_pair, written
+from tests.nif.drafted_answers import REQUESTS, answers, prompt_of
 from tests.nif.native.models import build_native_model
 from tests.nif.tiny_models import build_tokenizer
 
@@ -46,10 +46,6 @@ def open_context(pair: AssistedPair, **options: Any) -> Context:
     options = {"dtype": "float32", "n_ctx": 1024, **options}
     engine = load_engine(EngineOptions(model_path=str(pair.path), draft=str(pair.draft), **options))
     return engine.open_context(n_parallel=6, n_held=0, n_batch=128)
-
-
-def prompt_of(length: int, seed: int = 1) -> list[int]:
-    return np.random.default_rng(seed).integers(3, 300, length).tolist()
 
 
 def proposed(context: Context, texts: dict[int, list[int]], *lengths: int) -> list[list[int]]:
@@ -200,33 +196,6 @@ def test_steps_of_many_sequences_are_not_followed(pair: AssistedPair) -> None:
 
 # Answers
 
-REQUESTS: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0},
-    "drawn": {"temperature": 0.9, "top_p": 0.9, "seed": 5},
-    "penalties": {"temperature": 0.8, "seed": 3, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
-    "log-probs": {"temperature": 0, "logprobs": 3},
-    "three choices": {"temperature": 1.0, "seed": 11, "n": 3},
-    "a grammar": {"temperature": 0.7, "seed": 2, "regex": "([a-z] ?){60}", "ignore_eos": False},
-}
-
-
-async def answers(
-    pair: AssistedPair, draft: str, requests: Sequence[dict[str, Any]], **options: Any
-) -> tuple[list[Any], Any]:
-    found: dict[int, Any] = {}
-    fixed = {"dtype": "float32", "n_ctx": 1024, "batch_timeout": 0, "prompt_lookup": False}
-    async with open_batcher(str(pair.path), draft=draft, n_parallel=8, **fixed, **options) as batcher:
-
-        async def ask(index: int, request: dict[str, Any]) -> None:
-            fields = {"token_ids": prompt_of(20 + index, index), "max_tokens": 60, "ignore_eos": True, **request}
-            answer = await batcher.generate(**fields)
-            found[index] = [(choice.token_ids, choice.logprobs) for choice in answer.choices]
-
-        async with trio.open_nursery() as nursery:
-            for index, request in enumerate(requests):
-                nursery.start_soon(ask, index, request)
-        return [found[index] for index in range(len(requests))], await batcher.stats()
-
 
 @pytest.fixture
 def _cheap(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,8 +206,8 @@ def _cheap(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_cheap")
 def test_answers_are_those_without_drafts(right: AssistedPair, kind: str) -> None:
     requests = [REQUESTS[kind]]
-    plain, _ = trio.run(lambda: answers(right, "", requests))
-    drafted, counted = trio.run(lambda: answers(right, str(right.draft), requests))
+    plain, _ = trio.run(lambda: answers(right.path, "", requests))
+    drafted, counted = trio.run(lambda: answers(right.path, str(right.draft), requests))
     assert drafted == plain
     assert counted["accepted_draft_tokens"] > 10
 
@@ -254,8 +223,8 @@ def test_answers_of_a_crowd_with_bad_guesses_are_those_without_drafts(
 ) -> None:
     pair = random_pair(name, tmp_path, **CLUSTERS)
     requests = [*REQUESTS.values(), {"temperature": 0, "max_tokens": 150}]
-    plain, _ = trio.run(lambda: answers(pair, "", requests, **options))
-    drafted, counted = trio.run(lambda: answers(pair, str(pair.draft), requests, **options))
+    plain, _ = trio.run(lambda: answers(pair.path, "", requests, **options))
+    drafted, counted = trio.run(lambda: answers(pair.path, str(pair.draft), requests, **options))
     assert drafted == plain
     assert counted["drafted_tokens"] > counted["accepted_draft_tokens"]
 
@@ -263,9 +232,9 @@ def test_answers_of_a_crowd_with_bad_guesses_are_those_without_drafts(
 @pytest.mark.usefixtures("_cheap")
 def test_weights_that_were_kept_guess_the_same(right: AssistedPair, cache: Path) -> None:
     requests = [{"temperature": 0}]
-    first = trio.run(lambda: answers(right, str(right.draft), requests, quantize="int8"))
+    first = trio.run(lambda: answers(right.path, str(right.draft), requests, quantize="int8"))
     assert len(list((cache / "packed").glob("*.weights"))) == 2
-    second = trio.run(lambda: answers(right, str(right.draft), requests, quantize="int8"))
+    second = trio.run(lambda: answers(right.path, str(right.draft), requests, quantize="int8"))
     assert first[0] == second[0]
     assert first[1]["accepted_draft_tokens"] == second[1]["accepted_draft_tokens"] > 20
 
@@ -276,7 +245,7 @@ def test_an_assistant_that_fails_drafts_nothing_and_fails_nobody(
     right: AssistedPair, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
     """Two forwards rehearse. The next ones draft a first token and a further one."""
-    plain, _ = trio.run(lambda: answers(right, "", [{"temperature": 0}]))
+    plain, _ = trio.run(lambda: answers(right.path, "", [{"temperature": 0}]))
     predict, count = NativeRunner.predict, 0
 
     def fails(*given: Any, **options: Any) -> Any:
@@ -287,7 +256,7 @@ def test_an_assistant_that_fails_drafts_nothing_and_fails_nobody(
         return predict(*given, **options)
 
     monkeypatch.setattr(NativeRunner, "predict", fails)
-    answer, counted = trio.run(lambda: answers(right, str(right.draft), [{"temperature": 0}]))
+    answer, counted = trio.run(lambda: answers(right.path, str(right.draft), [{"temperature": 0}]))
     assert answer == plain and count == failing
     assert counted["drafted_tokens"] < 10
 

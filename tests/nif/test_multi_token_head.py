@@ -5,11 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import trio
 
-from genbatch import open_batcher
 from genbatch.actors.batcher.drafting import DraftCosts
 from genbatch.nif.context import Context
 from genbatch.nif.context.drafters import DRAFTED_SEQUENCES, Drafted
@@ -23,6 +21,7 @@ from genbatch.nif.native.runner import NativeRunner
 from genbatch.nif.runner import Entry, Logits
 from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.sampler import SamplerState
+from tests.nif.drafted_answers import REQUESTS, answers, prompt_of
 from tests.nif.models.test_gguf_families import written
 from tests.nif.mtp_models import FAMILIES, MtpPair, mtp_tensors, random_pair, right_pair
 from tests.nif.native.models import build_native_model
@@ -49,10 +48,6 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> MtpPair:
 def open_context(pair: MtpPair, n_parallel: int = 6, **options: Any) -> Context:
     engine = load_engine(EngineOptions(model_path=str(pair.path), draft="self", dtype="float32", n_ctx=1024, **options))
     return engine.open_context(n_parallel=n_parallel, n_held=0, n_batch=128)
-
-
-def prompt_of(length: int, seed: int = 1) -> list[int]:
-    return np.random.default_rng(seed).integers(3, 300, length).tolist()
 
 
 def proposed(context: Context, texts: dict[int, list[int]], *lengths: int) -> list[list[int]]:
@@ -211,31 +206,6 @@ def test_gguf_files_have_the_head_under_llama_cpps_names(name: str, tmp_path: Pa
 
 
 # Answers
-
-REQUESTS: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0},
-    "drawn": {"temperature": 0.9, "top_p": 0.9, "seed": 5},
-    "penalties": {"temperature": 0.8, "seed": 3, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
-    "log-probs": {"temperature": 0, "logprobs": 3},
-    "three choices": {"temperature": 1.0, "seed": 11, "n": 3},
-    "a grammar": {"temperature": 0.7, "seed": 2, "regex": "([a-z] ?){60}", "ignore_eos": False},
-}
-
-
-async def answers(path: Path, draft: str, requests: Sequence[dict[str, Any]], **options: Any) -> tuple[list[Any], Any]:
-    found: dict[int, Any] = {}
-    fixed = {"dtype": "float32", "n_ctx": 1024, "batch_timeout": 0, "prompt_lookup": False}
-    async with open_batcher(str(path), draft=draft, n_parallel=8, **fixed, **options) as batcher:
-
-        async def ask(index: int, request: dict[str, Any]) -> None:
-            fields = {"token_ids": prompt_of(20 + index, index), "max_tokens": 60, "ignore_eos": True, **request}
-            answer = await batcher.generate(**fields)
-            found[index] = [(choice.token_ids, choice.logprobs) for choice in answer.choices]
-
-        async with trio.open_nursery() as nursery:
-            for index, request in enumerate(requests):
-                nursery.start_soon(ask, index, request)
-        return [found[index] for index in range(len(requests))], await batcher.stats()
 
 
 @pytest.fixture

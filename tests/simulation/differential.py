@@ -144,7 +144,7 @@ def load(family: str, directory: Path) -> Served:
 
 
 def _draft_of(directory: Path, noise: float) -> Path:
-    """A copy of a model whose weights differ by `noise` of their spread, so that some of its guesses are wrong."""
+    """Copy a model and add noise to its weights, a share of their spread, so that some of its guesses are wrong."""
     draft = directory.with_name(f"{directory.name}-draft")
     shutil.copytree(directory, draft)
     weights = load_file(draft / "model.safetensors")

@@ -58,6 +58,14 @@ _LATENT: dict[str, Any] = {
     "routed_scaling_factor": 1.5,
 }
 _MIXTURE = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "routed_scaling_factor")
+_GROUPED_EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+}
 _SCALED_YARN: dict[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 100.0,
@@ -366,13 +374,8 @@ ATTENTION_CONFIGS: dict[str, tuple[Any, Any]] = {
         hf.Glm4MoeForCausalLM,
         lambda: hf.Glm4MoeConfig(
             **sizes(64, 96, 4, 2, 32),
-            moe_intermediate_size=32,
-            n_routed_experts=8,
+            **_GROUPED_EXPERTS,
             n_shared_experts=2,
-            num_experts_per_tok=2,
-            n_group=4,
-            topk_group=2,
-            routed_scaling_factor=1.5,
             first_k_dense_replace=1,
             use_qk_norm=True,
             attention_bias=True,
@@ -422,15 +425,10 @@ ATTENTION_CONFIGS: dict[str, tuple[Any, Any]] = {
         hf.Dots1ForCausalLM,
         lambda: hf.Dots1Config(
             **sizes(64, 96, 4, 2, 32),
+            **_GROUPED_EXPERTS,
             sliding_window=WINDOW,
             layer_types=_MIXED,
-            moe_intermediate_size=32,
-            n_routed_experts=8,
             n_shared_experts=2,
-            num_experts_per_tok=2,
-            n_group=4,
-            topk_group=2,
-            routed_scaling_factor=1.5,
             norm_topk_prob=True,
             first_k_dense_replace=1,
         ),
@@ -453,13 +451,8 @@ ATTENTION_CONFIGS: dict[str, tuple[Any, Any]] = {
         hf.SolarOpenForCausalLM,
         lambda: hf.SolarOpenConfig(
             **{key: value for key, value in sizes(64, 96, 4, 2, 32).items() if key != "intermediate_size"},
-            moe_intermediate_size=32,
-            n_routed_experts=8,
+            **_GROUPED_EXPERTS,
             n_shared_experts=1,
-            num_experts_per_tok=2,
-            n_group=4,
-            topk_group=2,
-            routed_scaling_factor=1.5,
         ),
     ),
     "minimax_m2": (
