@@ -9,8 +9,8 @@ from a draft model (nif/context/draft_model.py), the model's own multi-token hea
 an assistant (nif/context/assistant.py): for each sequence from the best of them. A draft costs rows of a forward, and
 saves a step where it is right. Both sides are measured. A lookup guesses every token, drafted or not, which costs no
 forward. The hit rates of a grammar, a draft model and a head are known from their verified drafts. The cost of a row
-comes from the model of step time (nif/step_time.py). So drafting begins where it pays and ends where it does not. All
-of this runs on the model's thread.
+comes from the learned step time (`actors/scheduling/step_time.py`). So drafting begins where it pays and ends where it
+does not. All of this runs on the model's thread.
 """
 
 from collections.abc import Sequence as ListOf
@@ -18,11 +18,11 @@ from itertools import takewhile
 from math import inf
 
 from genbatch.actors.batcher.generation import Generation
+from genbatch.actors.scheduling.plan import StepWork
+from genbatch.actors.scheduling.step_time import StepTimeModel
 from genbatch.nif.context.drafters import DRAFTED_SEQUENCES, Drafted, Drafter
 from genbatch.nif.sampling.prompt_lookup import PromptLookup
 from genbatch.nif.sampling.sampler import Sampled, SampleFault
-from genbatch.nif.step_costs import StepWork
-from genbatch.nif.step_time import StepTimeModel
 
 # With more sequences, a further row of a step costs as much as a first one.
 MAX_SEQUENCES = DRAFTED_SEQUENCES

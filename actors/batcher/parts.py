@@ -27,15 +27,15 @@ from genbatch.actors.batcher.stepper import StepCommit, Stepper
 from genbatch.actors.batcher.thinking import Thinking
 from genbatch.actors.runtime.actor import Exit, GenServer, Reason, Timer
 from genbatch.actors.runtime.worker import Worker
+from genbatch.actors.scheduling.plan import RehearsedStep, StepWork
 from genbatch.actors.scheduling.request import FairShare
+from genbatch.actors.scheduling.step_time import StepTimeModel
 from genbatch.nif.context import Context
 from genbatch.nif.context.engine import Engine
 from genbatch.nif.cuda_device import memory_of
 from genbatch.nif.errors import OptionError, OutOfBlocks
 from genbatch.nif.models.model_names import written_path
 from genbatch.nif.runner import KnowsStep
-from genbatch.nif.step_costs import RehearsedStep, StepWork
-from genbatch.nif.step_time import StepTimeModel
 from genbatch.proto.errors import Unavailable
 from genbatch.proto.service_messages import Health, ModelCard, Models
 

@@ -20,7 +20,7 @@ from typing import cast
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.requests import HeldPrompt, Planned, Sequence, Slotted, slotted
 from genbatch.actors.batcher.slots import TURN_TOKENS, HeldPrompts, Slots, waiting_key
-from genbatch.actors.scheduling.plan import BatchingType, PromptBudget, StepLimits, forwards, prompt_budget
+from genbatch.actors.scheduling.plan import BatchingType, PromptBudget, StepLimits, StepWork, forwards, prompt_budget
 from genbatch.actors.scheduling.request import Blocks, KVResources, LlmRequest, Phase, RequestList, total
 from genbatch.actors.scheduling.scheduler import (
     DEFAULT_MARGIN,
@@ -31,11 +31,10 @@ from genbatch.actors.scheduling.scheduler import (
     build_scheduler,
     normalize_output,
 )
+from genbatch.actors.scheduling.step_time import StepTimeModel
 from genbatch.nif.kv.block_tables import Beginning
 from genbatch.nif.kv.kv_cache import KVCache
 from genbatch.nif.runner import LayerGroup
-from genbatch.nif.step_costs import StepWork
-from genbatch.nif.step_time import StepTimeModel
 
 
 class KVView:

@@ -26,15 +26,15 @@ from genbatch.actors.batcher.open_requests import BatchState
 from genbatch.actors.batcher.requests import Evaluated, Planned
 from genbatch.actors.batcher.slots import SwapFault, run_copies, waiting_key
 from genbatch.actors.runtime.worker import Worker
+from genbatch.actors.scheduling.plan import StepWork
 from genbatch.actors.scheduling.request import Phase
+from genbatch.actors.scheduling.step_time import StepTimeModel
 from genbatch.nif.context import Context
 from genbatch.nif.context.runs import DecodeRun, OverlappedRun
 from genbatch.nif.cuda_device import empty_cache, is_out_of_memory
 from genbatch.nif.errors import DeviceFault, OutOfBlocks
 from genbatch.nif.runner import Entry, Rows
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
-from genbatch.nif.step_costs import StepWork
-from genbatch.nif.step_time import StepTimeModel
 from genbatch.proto.errors import EngineError
 
 

@@ -28,11 +28,11 @@ import trio
 
 from genbatch.actors.observing.observe import LEVEL_VARIABLE, start_logging
 from genbatch.actors.runtime.errors import ActorError
+from genbatch.actors.scheduling.plan import RehearsedStep
 from genbatch.actors.scheduling.scheduler import SchedulerError
 from genbatch.actors.security.key_files import AddressError, InsecureBind, KeyFileError
 from genbatch.nif.engine_options import sent_fields
 from genbatch.nif.errors import ModelError, OptionError
-from genbatch.nif.step_costs import RehearsedStep
 from genbatch.proto.service_messages import Models
 
 T = TypeVar("T")

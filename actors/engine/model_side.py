@@ -18,10 +18,10 @@ from genbatch.actors.recording.recorder import open_flight
 from genbatch.actors.runtime.actor import ActorRef
 from genbatch.actors.runtime.actor import start as start_actor
 from genbatch.actors.runtime.telemetry import Telemetry
+from genbatch.actors.scheduling.plan import RehearsedStep
 from genbatch.nif.context.engine import Engine, load_engine
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import AdapterError
-from genbatch.nif.step_costs import RehearsedStep
 from genbatch.proto.service_messages import Models
 
 logger = logging.getLogger(__name__)

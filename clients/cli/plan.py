@@ -12,9 +12,9 @@ from rich.progress import track
 from genbatch.clients.cli.command import BAD_INPUT, UsageError, print_error, with_flag_groups
 
 if TYPE_CHECKING:
+    from genbatch.actors.scheduling.plan import StepTime
     from genbatch.clients.plan.fleet_run import PlanRow, SimulatedFleet
     from genbatch.clients.plan.traces import Trace
-    from genbatch.nif.step_costs import StepTime
 
 _TRACE = "Trace"
 _FLEET = "Fleet"

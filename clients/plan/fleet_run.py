@@ -31,12 +31,11 @@ from rich.table import Table
 
 from genbatch.actors.batcher.options import CPU_TARGET_MS
 from genbatch.actors.fleet.routing import ReplicaView, Roster, Router, RouteRequest, build_router
-from genbatch.actors.scheduling.plan import StepLimits, prompt_budget
+from genbatch.actors.scheduling.plan import StepLimits, StepTime, StepWork, prompt_budget
 from genbatch.actors.scheduling.request import LlmRequest, Phase
 from genbatch.actors.scheduling.scheduler import STEP_ORDERS, MicroBatchScheduler
 from genbatch.clients.plan.traces import Trace, TraceError, TraceRequest
 from genbatch.nif.errors import how_to_install
-from genbatch.nif.step_costs import StepTime, StepWork
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@
     measured = fit_step_time(json.loads(Path("w5.json").read_text()))
     measured.time.seconds(StepWork(decodes=16, keys=16 * 500))
 
-The model of a step's costs, and how they are fitted, is in `nif/step_time.py`: a running service learns the same model.
+A running service learns the same costs: `actors/scheduling/step_time.py` fits them.
 """
 
 import json
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from genbatch.nif.step_costs import StepTime, StepWork
-from genbatch.nif.step_time import fit
+from genbatch.actors.scheduling.plan import StepTime, StepWork
+from genbatch.actors.scheduling.step_time import fit
 
 # The default number of prompt tokens in one step while no sequence decodes.
 STEP_TOKENS = 512

@@ -13,13 +13,12 @@ from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.requests import Prompt
 from genbatch.actors.runtime.actor import start
 from genbatch.actors.runtime.supervisor import ChildSpec, Supervisor
-from genbatch.actors.scheduling.plan import BatchingType
+from genbatch.actors.scheduling.plan import BatchingType, StepWork
 from genbatch.actors.scheduling.request import Phase
 from genbatch.nif.context import Context
 from genbatch.nif.errors import OutOfBlocks
 from genbatch.nif.runner import Rows
 from genbatch.nif.runners.torch_runner import TorchRunner
-from genbatch.nif.step_costs import StepWork
 from genbatch.nif.text.tokenizer import ChatPrompt, Tokenizer
 from genbatch.proto.errors import EngineError, PromptTooLong, Unavailable
 from genbatch.proto.messages import GenerateRequest, Message, Result, Token

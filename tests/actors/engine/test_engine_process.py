@@ -22,8 +22,8 @@ from genbatch.actors.engine.child_process import (
 )
 from genbatch.actors.engine.engine_process import EngineProcess
 from genbatch.actors.engine.link import EngineSession, FrameStream
+from genbatch.actors.scheduling.plan import RehearsedStep, StepWork
 from genbatch.nif.errors import ModelError
-from genbatch.nif.step_costs import RehearsedStep, StepWork
 from genbatch.proto.service_messages import Models
 
 NONE, CHANGED = Models(models=()), Models(models=())

@@ -13,12 +13,13 @@ from genbatch.actors.scheduling.plan import (
     STEP_SHARE,
     PromptBudget,
     StepLimits,
+    StepTime,
+    StepWork,
     prompt_budget,
 )
 from genbatch.actors.scheduling.request import LlmRequest, Phase
 from genbatch.actors.scheduling.scheduler import FIFOScheduler, SchedulerOutput, normalize_output
-from genbatch.nif.step_costs import StepTime, StepWork
-from genbatch.nif.step_time import StepTimeModel
+from genbatch.actors.scheduling.step_time import StepTimeModel
 from tests.actors.scheduling.closed_loop import closed_loop, decode_work, prompt_work
 from tests.actors.scheduling.real_blocks import decoding, prefilling, request
 

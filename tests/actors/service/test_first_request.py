@@ -14,10 +14,10 @@ from genbatch import SyncZeroMQClient
 from genbatch.actors.batcher.batcher import Batcher
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.runtime.actor import start
+from genbatch.actors.scheduling.plan import RehearsedStep, StepWork
 from genbatch.nif.context import Context
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.native.runner import NativeRunner, native_runner
-from genbatch.nif.step_costs import RehearsedStep, StepWork
 from tests.actors.service.running_service import TIMEOUT_S, RunningService
 
 # Each process of the service writes the names of its imports to a file.

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from genbatch.nif.step_costs import StepTime, StepWork
+from genbatch.actors.scheduling.plan import StepTime, StepWork
 
 MACHINE = StepTime(base=0.02, decode=0.0015, key=2e-6, prefill=0.0015, prefill_key=1e-7)
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from genbatch.actors.scheduling.plan import StepTime
 from genbatch.clients.plan.fleet_run import PlanRow, SimulatedFleet, plan_table, plot_plan, run_fleet, smallest
 from genbatch.clients.plan.traces import MADE, Trace, TraceError, TraceOptions, TraceRequest
-from genbatch.nif.step_costs import StepTime
 from tests.clients.plan.measured import MACHINE
 
 SIMPLE = StepTime(base=0.010, decode=0.001, key=0.0, prefill=0.002, prefill_key=0.0)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from genbatch.actors.scheduling.plan import COSTS, StepWork
 from genbatch.clients.plan.step_time import StepTimeError, fit_step_time, read_step_time
-from genbatch.nif.step_costs import COSTS, StepWork
 from tests.clients.plan.measured import MACHINE, report
 
 

@@ -21,7 +21,7 @@ from math import sqrt
 import numpy as np
 from numpy.typing import NDArray
 
-from genbatch.nif.step_costs import COSTS, StepTime, StepWork
+from genbatch.actors.scheduling.plan import COSTS, StepTime, StepWork
 
 Vector = NDArray[np.float64]
 
