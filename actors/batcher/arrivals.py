@@ -88,7 +88,7 @@ class Prepared:
 
 
 class Grammars:
-    """Compile grammars and make slow masks; `prepare` or the first grammar starts the threads, process and imports.
+    """Compile grammars, and make slow masks. `prepare` or the first grammar starts the threads and imports.
 
     Args:
         model: the model that defines the tokens.
@@ -122,7 +122,7 @@ class Grammars:
         if self._is_closed:
             return
         waiting = self._turns.setdefault(request.account, deque())
-        # A client that cancels and retries must not pile up requests.
+        # A client that cancels and retries must not fill the queue.
         for left in [waiter for waiter in waiting if waiter.replied]:
             waiting.remove(left)
             self._send(Compiled(left, outcome.Value([])))
@@ -141,7 +141,7 @@ class Grammars:
         self._live += sequences
 
     def sitting_out(self) -> frozenset[int]:
-        """Return the ids of sequences with a slow mask in work; a step without them waits for no mask."""
+        """Return the ids of the sequences that wait for a slow mask. A step without them does not wait."""
         if not self._live:
             return frozenset()
         self._live = [sequence for sequence in self._live if sequence.phase is not Phase.FINISHED]
@@ -359,7 +359,7 @@ class PromptSharing:
         prompt = self._held_prompts.find(request.prompt_tokens, first.cache_key, first.adapter)
         if prompt is None:
             prefix = request.first_message
-            # A template may render a conversation differently. At least one token must remain to be evaluated.
+            # A template may render the whole conversation differently. At least one token must remain to be evaluated.
             shares = len(prefix) < len(request.prompt_tokens) and request.prompt_tokens[: len(prefix)] == prefix
             if shares and self._held_prompts.notice(prefix, first.cache_key):
                 noticed = self._intake.held_prompt(prefix, first.cache_key, first.adapter)
@@ -382,14 +382,14 @@ class PromptSharing:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A long prompt, or the texts of an embedding request, were tokenized."""
+    """The tokenizer's thread has tokenized a long prompt, or the texts of an embedding request."""
 
     request: Request
     prompt: outcome.Outcome[Prompt | list[list[int]]]
 
 
 class Arrivals:
-    """Requests with a prompt or a grammar in work on a thread; the length counts their sequences.
+    """The requests whose prompt or grammar a thread works on. The length counts their sequences.
 
     `take`, `compiled` and `encoded` return the request once it has its sequences.
 
@@ -620,7 +620,7 @@ def restore(request: GenerationRequest, *, is_admitted: bool) -> None:
 
     Raises:
         EngineLost: the tokens do not fit this engine: a choice ends before its last token.
-        InvalidRequest: the same of tokens that a client has brought.
+        InvalidRequest: the same, for tokens that came with a client's request.
     """
     if not request.drawn:
         return

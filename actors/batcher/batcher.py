@@ -67,7 +67,7 @@ class Quiet:
 
 @dataclass(frozen=True, slots=True)
 class DeadlinePassed:
-    """A request's deadline has passed while the Batcher evaluated nothing."""
+    """A request's deadline has passed while no step ran."""
 
 
 class Batcher(BatcherParts):
@@ -97,8 +97,8 @@ class Batcher(BatcherParts):
         if handle is not None:
             handle(self, message)
         if self._is_telling:
-            # First tokens leave before the threads of the next step take all cores. The tasks that send them run in the
-            # event loop's next turn, at any place in it; the turn after that is later than all of them.
+            # First tokens are sent before the threads of the next step take all cores. The sending tasks run somewhere
+            # in the event loop's next turn. So the Batcher continues in the turn after that.
             await trio.lowlevel.cancel_shielded_checkpoint()
             await trio.lowlevel.cancel_shielded_checkpoint()
             self._is_telling = False
@@ -226,7 +226,7 @@ class Batcher(BatcherParts):
         self._end_abandoned()
 
     def _quiet(self, message: Quiet) -> None:
-        if len(self.arrivals):  # requests are still with a tokenizer or a grammar compiler: they arrive now
+        if len(self.arrivals):  # a tokenizer or a grammar compiler still has requests, which will arrive
             self._arrived = self._turn_began
             self._wait_for_more()
         else:
@@ -249,7 +249,7 @@ class Batcher(BatcherParts):
     # The tick
 
     def _enqueue(self, request: Request | None) -> None:
-        """Queue the sequences of a request; None means that a thread still has the request, or that it was refused."""
+        """Queue the sequences of a request; None stands for a request that a thread still has, or that was refused."""
         if request is None:
             return
         self.disk.begin(request)
@@ -271,9 +271,9 @@ class Batcher(BatcherParts):
             self._wait_for_more()
 
     def _wait_for_more(self) -> None:
-        """Let an idle Batcher wait until the window ends, or until no request has arrived for a while.
+        """Let an idle Batcher wait until the window ends, or until no request has arrived for the quiet time.
 
-        The time that the latest request spent at the chat template and the tokenizer is part of that while.
+        The quiet time includes the time that the latest request spent at the chat template and the tokenizer.
         """
         now, quiet_s = trio.current_time(), self._quiet_s()
         if self._window is None:
@@ -288,7 +288,7 @@ class Batcher(BatcherParts):
             return
         waits_s = max(0.0, self._arrived + quiet_s - now)
         if quiet_s >= TIMER_S or len(self._mailbox):
-            waits_s = max(waits_s, LATE_S)  # a turn of the event loop, in which others may come
+            waits_s = max(waits_s, LATE_S)  # wait for one turn of the event loop, in which other requests may arrive
         self._window = self.send_after(waits_s, Quiet())
 
     def _quiet_s(self) -> float | None:
@@ -387,7 +387,7 @@ class Batcher(BatcherParts):
         self._tick()
 
     def _rest(self) -> None:
-        """Check for leaked blocks and set the deadline timer, since there is nothing to evaluate."""
+        """Check for leaked blocks, and set the deadline timer; runs when there is nothing to evaluate."""
         if self.disk.is_waiting:
             self._copy_blocks()
             return
@@ -399,7 +399,7 @@ class Batcher(BatcherParts):
         self._await_deadline()
 
     def _await_deadline(self) -> None:
-        """Set a timer for the earliest deadline, so that waiting requests time out while nothing is evaluated."""
+        """Set a timer for the earliest deadline, so that waiting requests time out while no step runs."""
         soonest = None if self._stepping else self.requests.next_deadline()
         if self._deadline is not None:
             if soonest is not None and self._deadline.deadline <= soonest + LATE_S:

@@ -125,7 +125,7 @@ class TextCalls:
         return without_template(text, CHARS_PER_TOKEN * len(request.token_ids))
 
 
-# Milliseconds. By then, requests that hold blocks may have ended.
+# Milliseconds after which to retry. By then, requests that hold blocks may have ended.
 RETRY_AFTER_BLOCKS_MS = 1000
 SESSION_FAULT = "the session's KV cannot be copied"
 FILE_FAULT = "the session cannot be written"
@@ -150,7 +150,7 @@ class WorkEnded:
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """A saved conversation: its positions, and the bytes of `seq_save`, empty without any."""
+    """A saved conversation: its number of positions, and the bytes of `seq_save`; empty for no positions."""
 
     positions: int
     state: bytes
@@ -166,12 +166,12 @@ class SessionFileRead:
 
 
 Deliver: TypeAlias = "Callable[[outcome.Outcome[Any]], None]"
-# Sessions that are being written, or read until they are in the pool: each may take a gigabyte of memory.
+# The most sessions in memory, which are being read or written. Each may take a gigabyte.
 MAX_SESSION_FILES = 2
 
 
 class SessionCalls:
-    """Session calls, which wait for a free context; `next` runs on the event loop, its work on the worker thread.
+    """Session calls, which wait for a free context. `next` runs on the event loop; its work runs on the worker thread.
 
     A loaded conversation is held like a shared prompt: the next request with this prefix does not evaluate it again.
 
@@ -433,7 +433,7 @@ class AdapterReady:
 
 @dataclass(frozen=True, slots=True)
 class UnloadOver:
-    """The time in which an adapter's requests may end is over."""
+    """The timeout of an UnloadAdapterRequest has passed."""
 
     name: str
 
@@ -546,19 +546,19 @@ class AdapterCalls:
 
     def settle(self) -> bool:
         """Free unloaded adapters without open requests, between two steps; return whether a held prompt was dropped."""
-        let_go = False
+        has_dropped = False
         for name, going in list(self.unloading.items()):
             if self._with(going.adapter):
                 continue
             for prompt in [prompt for prompt in self.state.held_prompts if prompt.adapter is going.adapter]:
                 self.state.slots.drop_held(prompt)
-                let_go = True
+                has_dropped = True
             self.state.ctx.drop_adapter(going.adapter)
             going.timer.cancel()
             del self.unloading[name]
             for from_ in going.callers:
                 reply(from_, Drained(num_cancelled=going.cancelled))
-        return let_go
+        return has_dropped
 
     async def close(self) -> None:
         """Reply to every caller with an error, since the actor stops."""

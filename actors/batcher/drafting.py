@@ -6,10 +6,10 @@
 
 Guesses come from the sequence's grammar where it allows only one text, from prompt lookup in the sequence's own tokens,
 from a draft model (nif/context/draft_model.py), the model's own multi-token head (nif/context/multi_token_head.py) or
-an assistant (nif/context/assistant.py): for each sequence from the best of them. A draft costs rows of a forward, and
-saves a step where it is right. Both sides are measured. A lookup guesses every token, drafted or not, which costs no
+an assistant (nif/context/assistant.py). Each sequence takes the best of these sources. A draft costs rows of a forward,
+and each right token saves a step. Both are measured. A lookup guesses every token, drafted or not, which costs no
 forward. The hit rates of a grammar, a draft model and a head are known from their verified drafts. The cost of a row
-comes from the learned step time (`actors/scheduling/step_time.py`). So drafting begins where it pays and ends where it
+comes from the learned step time (actors/scheduling/step_time.py). So drafting begins where it pays and ends where it
 does not. All of this runs on the model's thread.
 """
 
@@ -26,7 +26,7 @@ from genbatch.nif.sampling.sampler import Sampled, SampleFault
 
 # With more sequences, a further row of a step costs as much as a first one.
 MAX_SEQUENCES = DRAFTED_SEQUENCES
-# With more, prompt lookup gained nothing that could be measured: too seldom do all sequences copy at once (ADR 93).
+# With more sequences, prompt lookup had no measurable gain: all sequences seldom copy at once (ADR 93).
 MAX_LOOKUPS = 2
 # The most tokens of a draft. Longer drafts gain nothing, since a copied text seldom runs so long without a change.
 MAX_DRAFT = 8
@@ -36,7 +36,7 @@ MARGIN = 1.25
 LEAST_PRICE = 0.02
 # Each step without drafts lowers the price by this factor, so that a price measured too high is tried again.
 FORGETTING = 0.998
-# The weight of the newest token in the share of right tokens of those that a grammar forces.
+# The weight of the newest token in the estimated share of forced tokens that are drawn.
 NEWEST = 0.1
 # The share by which drafts may lengthen a step while a sequence in it has no draft.
 NEIGHBOURLY = 0.1
@@ -61,7 +61,7 @@ class DraftCosts:
         """
         time = self._times.time
         if time is None:
-            return inf  # the first step has no drafts, as the baseline
+            return inf  # the first step is the baseline, and has no drafts
         plain_s = time.seconds(StepWork(decodes=num_sequences, keys=num_keys))
         return max(LEAST_PRICE, self._discount * (time.draft + guess_s) / plain_s)
 
@@ -77,7 +77,7 @@ class RunDrafts:
         sequences: the sequences of the run.
         costs: the costs that all runs share.
         max_rows: most tokens of a step.
-        vocab_size: tokens that the model can evaluate. A tokenizer, and so a grammar, may have more.
+        vocab_size: number of tokens that the model can evaluate. A tokenizer, and so a grammar, may have more.
         looks_up: whether prompt lookup guesses, too.
         drafter: the draft model; None without one.
     """

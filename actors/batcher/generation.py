@@ -56,12 +56,12 @@ _NOTHING = ParsedOutput()
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The way to read an output with calls or thinking.
+    """How to separate calls and thinking from an output's text.
 
     Args:
         reader: makes the reader of one answer.
         shown: special tokens that are the format's marks.
-        several: whether an answer may have several calls; else it ends where a second one begins.
+        several: whether an answer may have several calls; else it ends where a second call begins.
     """
 
     reader: Callable[[], Reader]
@@ -529,7 +529,7 @@ class BeamGeneration(Generation):
             output = self.output.blank()
             for token_id, logprob in zip(beam.tokens, beam.logprobs, strict=True):
                 output.push(Sampled(token_id, logprob))
-            # A beam that ended by itself says how; the others share the reason for which the search was cut short.
+            # A beam that ended by itself has its own reason. The others get the reason for which the search ended.
             choices[index] = output.choice(reason)
             self.request.keep.set_generation(index, beam.logits)
         self._num_completed = sum(len(choice.token_ids) for choice in choices.values())

@@ -106,7 +106,7 @@ class Intake:
         self._thinking = Thinking(model)
         self._options = options
         self.max_positions = max_positions
-        # The most tokens for which there are blocks. The owner of the KV cache replaces this default (KVView.longest).
+        # Returns the most tokens for which there are blocks. The owner of the KV cache sets it (KVView.longest).
         self.longest: Callable[..., int] = lambda prompt_tokens, width, cap, shares: cap
         self._ids: Iterator[int] = count(1)
         self.of_texts: dict[type, TextIntake[Any]] = {
@@ -158,9 +158,9 @@ class Intake:
         return adapter
 
     def _check_length(self, request: GenerateRequest) -> None:
-        """Raise PromptTooLong for a text that is certainly too long, without use of the tokenizer's one thread.
+        """Raise PromptTooLong for a text that is certainly too long. This does not use the tokenizer's only thread.
 
-        In a conversation the users' messages count: every template keeps them, except for surrounding spaces.
+        Of a conversation, it reads the users' messages: every template keeps them, except for surrounding spaces.
         """
         if request.truncate_prompt_tokens is not None:
             return
@@ -465,7 +465,7 @@ class Intake:
     def max_tokens(self, request: GenerationRequest) -> int:
         """Return the most tokens to generate: the requested number, or the number that fits.
 
-        Blocks of other requests do not count against it; prompts that are configured to stay do.
+        Other requests' blocks do not reduce this number. Configured prompts, which always stay, reduce it.
 
         Raises:
             PromptTooLong: no token fits after the prompt.

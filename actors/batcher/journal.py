@@ -48,7 +48,7 @@ from genbatch.proto.service_messages import Health, HealthStatus
 
 
 class Stepping(Protocol):
-    """Books the messages of the thread; `Stepper` implements it. Each method returns whether no work is left."""
+    """Books the messages of the model's thread; `Stepper` implements it. A method returns True when no work is left."""
 
     def opened(self, opened: "Opened") -> bool:
         """Book the first step of a run that opens with prompts; the next step may be running."""
@@ -395,7 +395,7 @@ class Journal:
         self._inter_token = stats.histograms["inter_token_latency_seconds"]  # each token adds a value
         self._numbers = count(1)
         self._now = trio.current_time()  # when the last step ended: the time of all its tokens
-        # When the token before the latest one came, the seconds from there to `_now`, and their range in the histogram.
+        # The latest gap between tokens: the first token's time, the seconds, and the range in the histogram.
         self._since: float | None = None
         self._gap_s = 0.0
         self._range = 0

@@ -93,13 +93,13 @@ def _stack(rows: "list[npt.NDArray[np.float32]]") -> "npt.NDArray[np.float32] | 
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """A call to generate text; the reply is the Result, once all of it is generated.
+    """A call to generate text; the reply is the Result, once the last token is drawn.
 
     Args:
         request: the request to generate.
         on_token: called on the event loop with each new token; must not block. The result's texts are then the joined
             texts of these tokens: a deadline adds no text that was held back.
-        shows: whether the caller shows its tokens; else they are recorded, and the result is as without `on_token`.
+        shows: whether the caller shows its tokens; else it records them, and the result is as without `on_token`.
         client: the account that the request is charged to; "" for in-process requests.
         request_id: its name in logs and spans; "" lets the Batcher choose one.
         tag: the name of the request in Interrupt and Iterate; None for a request without one.

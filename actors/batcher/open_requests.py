@@ -1,11 +1,11 @@
 """OpenRequests: the requests without a reply yet, and every way in which a request ends.
 
-DiskBlocks knows those of them that wait for blocks of their prompt from the prefix cache on disk:
+DiskBlocks knows the requests that wait for blocks of their prompt from the prefix cache on disk:
 
-    blocks.begin(request)               # if there are some on disk, its first sequence waits for them in the queue
+    blocks.begin(request)               # if the disk has blocks of it, its first sequence waits in the queue for them
     blocks.read(message)                # the thread has read them
     work, end = blocks.next()           # copies some of them into the pool, in place of a step
-    blocks.late(message)                # the disk takes too long: the request waits no more
+    blocks.late(message)                # the disk takes too long: the request no longer waits
 
 The blocks are read while the request is in the queue, on a thread of their own, and no plan starts the request
 meanwhile. They are copied into the pool in portions, with a step between two of them. After that, the request finds
@@ -45,11 +45,11 @@ log = logging.getLogger("genbatch")
 Work: TypeAlias = Callable[[], Any]
 End: TypeAlias = "Callable[[outcome.Outcome[Any]], None]"
 
-# Bytes of blocks that are read at a time, for all requests; a request beyond evaluates its prompt.
+# The most bytes of blocks that are read at a time, for all requests. A request beyond this evaluates its prompt.
 MAX_READ_BYTES = 512 * 2**20
-# Bytes that are copied between two steps: 4 ms.
+# Bytes that are copied between two steps, which takes 4 ms.
 PORTION_BYTES = 16 * 2**20
-# Seconds that a request waits for a disk at most.
+# The most seconds that a request waits for the disk.
 LATE_S = 3.0
 
 
@@ -81,7 +81,7 @@ class OpenRequests:
         self._send_after = send_after
         self._now = now
         self._requests: dict[Monitor, Request] = {}
-        # Ends while the context is in use: of sequences, and of requests that have failed.
+        # The ends that wait until the context is free: ended sequences, and failed requests.
         self._deferred: dict[Sequence, FinishReason] | None = None
         self._failed: list[tuple[Request, GenbatchError]] = []
         self._soonest = inf  # no request has an earlier deadline
@@ -164,12 +164,12 @@ class OpenRequests:
         return now >= self._soonest
 
     def defer(self) -> None:
-        """Note ends from now on, since the context is in use; `freed` and `settle` carry them out."""
+        """Collect the ends from now on, since the context is in use; `freed` and `settle` carry them out."""
         self._deferred = {}
         self._soonest = self._next_deadline()
 
     def freed(self, sequences: Iterable[Sequence]) -> None:
-        """Carry out the noted ends of these sequences, whose blocks were freed while the context is in use."""
+        """Carry out the collected ends of these sequences. Their blocks were freed while the context is in use."""
         for sequence in sequences:
             assert self._deferred is not None and (sequence.ended or sequence.request.abandoned)
             reason = self._deferred.pop(sequence, None)
@@ -177,7 +177,7 @@ class OpenRequests:
                 self._finish(sequence, reason, is_freed=True)
 
     def settle(self) -> None:
-        """Carry out the noted ends, since the context is free again."""
+        """Carry out the collected ends, since the context is free again."""
         deferred, self._deferred = self._deferred or {}, None
         failed, self._failed = self._failed, []
         for sequence, reason in deferred.items():
@@ -245,7 +245,7 @@ class OpenRequests:
 
     def _abandon(self, request: Request, reason: FinishReason) -> None:
         """End a request early, and answer its caller with the text generated so far."""
-        if reason == "deadline" and request.limits.deadline_s is None:  # the operator's bound concerns the wait only
+        if reason == "deadline" and request.limits.deadline_s is None:  # the operator's limit is on the wait only
             self._fail(request, self._waited_in_vain(request))
             return
         for sequence in request.sequences:
@@ -311,14 +311,14 @@ class BlocksLate:
 
 @dataclass(slots=True)
 class _Reading:
-    """A request that waits.
+    """A request that waits for blocks.
 
     Args:
-        first: its first sequence, which the others follow.
-        names: of its prompt's first blocks, the cached ones and those from the disk.
-        cached: how many of them were cached already.
-        done: how many are cached now.
-        contents: of those from the disk, once they were read.
+        first: the first sequence; the others follow it.
+        names: the names of the prompt's first blocks: the cached blocks, then the blocks on disk.
+        cached: number of cached blocks among these.
+        done: number of blocks from the disk that are in the pool by now.
+        contents: the content of the blocks from the disk, once they were read.
     """
 
     request: Request
@@ -331,11 +331,11 @@ class _Reading:
 
 
 class DiskBlocks:
-    """Reads blocks for requests; the length counts the requests that wait. Use this object on the event loop.
+    """Read blocks for requests. Its length is the number of waiting requests. Use this object on the event loop.
 
     Args:
         ctx: the context with the pool and the disk.
-        requests: the open requests, to which a request that was cancelled belongs no more.
+        requests: the open requests; a cancelled request is not among them.
         open_worker: makes the thread that reads, on the first read.
         send: delivers BlocksRead to the actor that owns this object.
         send_after: delivers BlocksLate after a number of seconds.
@@ -357,15 +357,15 @@ class DiskBlocks:
         self._worker: Worker | None = None
         self._readings: dict[int, _Reading] = {}  # by the request's number
         self._unread: dict[int, int] = {}  # bytes that are being read, by the request's number
-        self._late: set[int] = set()  # of those, the requests that wait no more
-        self._read: deque[_Reading] = deque()  # to be copied
+        self._late: set[int] = set()  # numbers of requests that no longer wait for their reads
+        self._read: deque[_Reading] = deque()  # requests with blocks to copy
         self._is_turn = False
 
     def __len__(self) -> int:
         return len(self._readings)
 
     def begin(self, request: Request) -> None:
-        """Begin to read the blocks of a request's prompt, if the disk has some."""
+        """Begin to read the blocks of a request's prompt that are on disk, if any."""
         disk, first = self._ctx.disk, request.sequences[0]
         if disk is None or self._late or first.scores_prompt or len(first.tokens) < 2:
             return
@@ -385,7 +385,7 @@ class DiskBlocks:
         )
 
     def read(self, message: BlocksRead) -> None:
-        """Take what the thread has read."""
+        """Take the blocks that the thread has read."""
         del self._unread[message.number]
         self._late.discard(message.number)
         reading = self._readings.get(message.number)
@@ -400,7 +400,7 @@ class DiskBlocks:
             self._read.append(reading)
 
     def late(self, message: BlocksLate) -> None:
-        """Let the request go on without the disk's blocks."""
+        """Let a request go on without the blocks on disk."""
         reading = self._readings.get(message.number)
         if reading is None or message.number not in self._unread:  # its blocks are being copied
             return
@@ -415,12 +415,12 @@ class DiskBlocks:
         return bool(self._read)
 
     def takes_turn(self) -> bool:
-        """Return whether blocks are copied before the next step: this is so at every second call."""
+        """Return whether to copy blocks before the next step. After a turn, a step comes first."""
         self._is_turn = bool(self._read) and not self._is_turn
         return self._is_turn
 
     def next(self) -> tuple[Work, End]:
-        """Return the work of copying the next portion, and the function that takes its outcome."""
+        """Return the work that copies the next portion, and the function that takes its outcome."""
         reading = self._read.popleft()
         begin = reading.cached + reading.done
         count = max(1, PORTION_BYTES // self._ctx.block_bytes)
@@ -458,7 +458,7 @@ class BatchState:
     """The state that a Batcher's parts share.
 
     Args:
-        ctx: the context, which evaluates.
+        ctx: the model's context.
         held_prompts, swap: the held prompts in the context, and the KV swapped out of it.
         slots, requests: the running sequences, and the requests without a reply.
         journal, watch, flight: the observers.

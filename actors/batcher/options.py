@@ -52,7 +52,7 @@ class Admission:
         max_queue: most sequences that wait.
         max_client_queue_share: one client's share of the places in the queue that the other clients leave free.
         max_client_open: sequences that one client may have open while others are there, per slot.
-        in_turn: whether clients take turns; else all wait in one line.
+        in_turn: whether clients take turns; else all wait in one queue.
     """
 
     n_parallel: int

@@ -41,10 +41,9 @@ from genbatch.proto.service_messages import Health, ModelCard, Models
 
 log = logging.getLogger("genbatch")
 
-# The most tokens of the prompt in the rehearsal, which measures the cost of prompts, and the rehearsal's approximate
-# time.
+# The rehearsal measures the cost of prompts: the most tokens of its prompt, and its approximate seconds.
 REHEARSED_TOKENS, REHEARSAL_S = 32, 0.25
-# Steps of each size; the fastest counts, since the others share the cores with what else is being started.
+# Steps of each size. The fastest step counts, since other starting parts may slow the others.
 TIMED_STEPS = 3
 
 
@@ -160,8 +159,8 @@ class BatcherParts(GenServer):
     async def _rehearse(self) -> None:
         """Tokenize a conversation and run a few steps at the same time, without a request.
 
-        So the first request finds all lazy parts built, and the first plan knows the cost of steps. After a crash that
-        cost is known, and callers wait: a native runner, which builds nothing in its first step, runs none.
+        So the first request finds all lazy parts built, and the first plan knows the cost of steps. After a crash,
+        callers wait and the cost is known. So a native runner, which has no lazy parts, runs no step.
         """
         if not self.intake.generates:
             return

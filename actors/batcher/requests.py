@@ -52,7 +52,7 @@ class Evaluated:
     Args:
         drawn: the next token, or the fault of the draw; None for an entry without a draw.
         prompt_logprobs: log-probs of the prompt tokens that follow the entry's tokens.
-        rows: [rows, vocab_size] on the CPU, where logits are kept; the states of a text to embed.
+        rows: the kept logits, [rows, vocab_size] on the CPU, or the states of a text to embed; None for neither.
     """
 
     drawn: Sampled | SampleFault | None
@@ -139,7 +139,7 @@ class Slotted(LlmRequest):
 
     @property
     def waits_for_others(self) -> bool:
-        """True if the unit should wait: its donor still evaluates the shared positions, or the disk reads blocks."""
+        """True if the unit should wait: for its donor, which evaluates the shared positions, or for blocks on disk."""
         donor = self.donor
         if self.waits_for_blocks:
             return True
@@ -266,7 +266,7 @@ class Sequence(Slotted):
     scores_prompt: bool = False  # every prompt token is evaluated, to read its log-probs or states
     drawn_before: int = 0  # tokens drawn before it took its slot
     last_token_at: float | None = None  # seconds on the event loop's clock
-    ended: bool = False  # no more tokens are booked, though a step under way may still compute one
+    ended: bool = False  # no more tokens are booked; a running step may still compute one
     reached: int = 0  # the most positions at any of its pauses
     num_vain: int = 0  # pauses in a row without progress
 
@@ -340,7 +340,7 @@ class Sequence(Slotted):
 
 
 def slotted(requests: RequestList) -> list[Slotted]:
-    """Cast the requests of a plan to the Batcher's type: a checked plan holds only requests that the Batcher gave."""
+    """Cast the requests of a plan to the Batcher's type. The plan was checked: it has only the Batcher's requests."""
     return cast("list[Slotted]", requests)
 
 
@@ -425,7 +425,7 @@ class Request:
         begin_waiting: takes the outcome of `read_job` and makes the sequences.
     """
 
-    early: ClassVar[str] = "the first step"  # a deadline before this leaves no answer
+    early: ClassVar[str] = "the first step"  # a deadline that passes before this leaves no answer
     counts_answers: ClassVar[bool] = True  # in the histogram of generated tokens
     embeds: ClassVar[bool] = False
 

@@ -1,13 +1,13 @@
 """SessionFiles: the sessions of a service, in the operator's folder.
 
     files = SessionFiles(Path(folder), max_bytes)
-    files.write(request, state)      # KeepSessionRequest: the file is there whole, or as it was
+    files.write(request, state)      # KeepSessionRequest: writes the whole file, or leaves the earlier one
     files.read(request)              # ResumeSessionRequest
 
 A session is FOLDER/TENANT/NAME.session, and TENANT is a digest of the tenant's name. A client gives names, which the
-protocol checks, and never paths. A file begins with SHA-256 over what follows. A session can set any state of the
-model, so only this user may write to the folder. It may take `max_bytes`: then the tenant with the most bytes loses the
-session that was used longest ago.
+protocol checks, and never paths. A file begins with the SHA-256 of its other bytes. A session can set any state of the
+model, so only this user may write to the folder. When the folder would exceed `max_bytes`, the tenant with the most
+bytes loses the session that was used longest ago.
 """
 
 import hashlib
@@ -29,9 +29,9 @@ _ENDING = ".session"
 _DIGEST_BYTES = 32
 _TENANT = "[0-9a-f]" * 32
 _PARTIAL = re.compile(r"tmp\w+\.partial")
-# Seconds. Another service over the same folder may write a gigabyte meanwhile.
+# Seconds to wait for the lock. Another service over the same folder may be writing a gigabyte.
 _LOCK_S = 10.0
-# Milliseconds until a disk that takes nothing may take something.
+# Milliseconds after which to retry when the disk refuses.
 _RETRY_AFTER_DISK_MS = 30_000
 
 
@@ -39,8 +39,8 @@ class SessionFiles:
     """Reads and writes sessions; use it on one thread.
 
     Args:
-        folder: the operator's; it is made when the first session is written.
-        max_bytes: of all sessions.
+        folder: the operator's folder; it is made when the first session is written.
+        max_bytes: the most bytes of all sessions together.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -61,7 +61,7 @@ class SessionFiles:
         try:
             path = self._path(request)
             private_folder(self._folder)
-            # One service at a time, so that a file in work is only what a killed one left.
+            # One service writes at a time, so a partial file is one that a killed service has left.
             with FileLock(self._folder / "lock", timeout=_LOCK_S):
                 self._make_room(size, path)
                 self._write(path, state)
@@ -95,9 +95,8 @@ class SessionFiles:
         path = self._path(request)
         try:
             private_folder(self._folder)
-            descriptor = os.open(
-                path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            )  # a pipe may be there
+            # The path may be a pipe.
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             with os.fdopen(descriptor, "rb") as file:
                 status = os.fstat(descriptor)
                 # guard: a session that others could have written
@@ -121,9 +120,9 @@ class SessionFiles:
         return self._folder / tenant / f"{request.name}{_ENDING}"
 
     def _make_room(self, size: int, replaced: Path) -> None:
-        """Remove sessions until `size` bytes fit; what an interrupted write left goes first.
+        """Remove partial files of interrupted writes, and then sessions until `size` bytes fit.
 
-        The operator may have named a folder with other content, which stays.
+        Other content of the operator's folder stays.
         """
         files: dict[Path, os.stat_result] = {}
         for path in self._folder.glob(f"{_TENANT}/*"):

@@ -216,11 +216,11 @@ class HeldPrompts:
         return True
 
     def used(self, prompt: HeldPrompt) -> None:
-        """Mark a prompt as just used, so that others are dropped before it."""
+        """Mark a prompt as just used, so that other prompts are dropped first."""
         prompt.last_used = self._now()
 
     def droppable(self) -> list[HeldPrompt]:
-        """Return the prompts that may be dropped, least recently used first; not configured or unfinished ones."""
+        """Return the prompts that may be dropped, least recently used first: evaluated ones that are not configured."""
         idle = [prompt for prompt in self._prompts if prompt.ready and not prompt.pinned]
         return sorted(idle, key=lambda prompt: prompt.last_used)
 
@@ -242,8 +242,8 @@ class HeldPrompts:
         return [prompt for prompt in self._prompts if not prompt.ready]
 
 
-# The least tokens that a sequence draws before it is paused for another client. Evaluating a sequence again may cost a
-# prefill. So short requests end before such a pause, and a client cannot discard others' work again and again.
+# The least tokens that a sequence draws before it is paused for another client. A pause may cost a prefill. So short
+# requests end before a pause, and a client cannot discard others' work again and again.
 TURN_TOKENS = 16
 
 
@@ -254,7 +254,7 @@ class Slots:
         ctx: the context with the slots 0 .. n_parallel - 1.
         held_prompts: prompts that sequences may share.
         swap: keeps the KV of paused sequences.
-        fair: the order of turns among clients; None: all wait in one line.
+        fair: the order of turns among clients; None for one queue of all.
         n_parallel: the number of slots.
         journal: books starts and pauses.
     """
@@ -460,7 +460,7 @@ class Slots:
         self._ctx.seq_rm(self._held_prompts.drop(prompt))
 
     def _ready_in_turn(self) -> list[Sequence]:
-        """Return the waiting sequences with a ready donor or none; those within their clients' shares come first."""
+        """Return the waiting sequences that could start; those within their clients' shares come first."""
         ready = [sequence for sequence in self._in_turn() if not sequence.waits_for_others]
         if self._fair is None or len(ready) < 2:
             return ready
@@ -532,7 +532,7 @@ class Slots:
                 and self._ctx.kv.shortest_prefix(donor.seq_id) <= num_shared
             ):
                 return donor, num_shared
-            sharer = donor  # a donor that has gone may itself have had a donor
+            sharer = donor  # a donor that has ended may itself have had a donor
         return None, 0
 
     def _free(self, sequence: Sequence, *, is_freed: bool = False) -> None:

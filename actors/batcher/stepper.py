@@ -60,8 +60,7 @@ def evaluate(context: Context, batch: list[Planned]) -> list[Evaluated]:
 
 # The most steps of a run; a plan follows in any case.
 MAX_STEPS = 64
-# Seconds that the model's thread waits for the event loop to hand out a step's tokens, before it ends the run. Another
-# run would wait for that, too.
+# Seconds that the model's thread waits for the event loop to hand out a step's tokens. Then the run ends.
 MAX_LATE_S = 0.1
 
 
@@ -157,7 +156,7 @@ class RunAhead:
 
     def _decode(self, run: DecodeRun | OverlappedRun, samplers: list[SamplerState], steps: int) -> Decoded | None:
         ends = False
-        left: set[int] = set()  # a step under way may still draw for these
+        left: set[int] = set()  # a running step may still draw for these
         constrained = [index for index, sampler in enumerate(samplers) if sampler.constraint is not None]
         while True:
             while self._leaving:
@@ -187,13 +186,13 @@ class RunAhead:
 
     @staticmethod
     def _lacks_tokens(drawn: Drawn, left: set[int]) -> bool:
-        """Return whether a draw has failed, of a sequence that has not left."""
+        """Return whether a draw has failed for a sequence that has not left."""
         if SampleFault not in {type(draws[-1]) for draws in drawn if draws}:
             return False
         return any(draws[-1].failed for index, draws in enumerate(drawn) if draws and index not in left)
 
     def _was_booked(self, timeout_s: float | None) -> bool:
-        """Wait until one more step was booked; return whether it was. None: do not wait, in a simulation."""
+        """Wait until one more step was booked; return whether it was. A simulation passes None and does not wait."""
         return self._booked.acquire(blocking=timeout_s is not None, timeout=timeout_s)
 
     def _step(self, run: DecodeRun | OverlappedRun, *, ahead: bool) -> Decoded:
@@ -217,14 +216,14 @@ def generations(batch: list[Planned]) -> list[Generation]:
 
 
 def has_prompts(batch: list[Planned]) -> bool:
-    """Return whether a batch has anything but tokens that were drawn before."""
+    """Return whether a batch evaluates a part of a prompt."""
     return any(planned.owner.phase is not Phase.DECODING for planned in batch)
 
 
 def draws_ahead(batch: list[Planned]) -> list[int]:
-    """Return the tokens that each sequence may draw without a plan; none if the batch needs a plan after each step.
+    """Return the tokens that each sequence may draw without a plan; empty if the batch needs a plan after each step.
 
-    That is so if an entry is not the last part of a prompt, or if all its sequences end with the next token.
+    It needs one if an entry is not the last part of a prompt, or if all its sequences end with the next token.
     """
     left = []
     for planned in batch:
@@ -584,7 +583,7 @@ class Stepper:
         """Let the model's thread decode step after step."""
         self._began = trio.current_time()
         self._gathering.begin(len(batch))
-        # Where no ends are gathered, no step is launched behind the first end by length that a sequence waits for.
+        # If a sequence waits and ends are not gathered, the run stops at the first end by length.
         stops = self._ctx.overlaps and bool(self._slots.pending) and not self._gathering.expects_another()
         drafts = self._drafts_of(batch)
         num_steps = min(num_draws) if stops or drafts is not None else max(num_draws)
@@ -616,7 +615,7 @@ class Stepper:
         """Book the first step of a run that opens with prompts; the next step may be running."""
         run, now = opened.run, trio.current_time()
         self._book(run.batch, opened.outputs, now)
-        self._blame()  # nothing has failed in this tick: the next one begins with no success counted
+        self._blame()  # no step has failed: this resets the count of successes for the next tick
         self._go_on(run, now, [index for index, sequence in enumerate(run.sequences) if sequence.ended])
         return False
 

@@ -106,14 +106,14 @@ class Thinking:
         if type(budget) is int and budget >= 0:
             return budget
         name = request.reasoning_effort
-        # A template that was told the effort itself limits the thinking. One that was told another one does not.
+        # A template that reads this effort limits the thinking itself. A template that reads another effort does not.
         if name not in EFFORTS or (name != "none" and self._written(name) in (name, _NEAREST.get(name, name))):
             return None
         effort = EFFORTS[name]
         return min(effort.max_tokens, int(effort.share * max_tokens))
 
     def _written(self, effort: str) -> str | None:
-        """Return the effort that the template is told; None where it reads no effort, or cannot read "none"."""
+        """Return the effort to put into the template; None if it reads no effort, or has no "none"."""
         listed = self._tokenizer.find_in_template(_LISTED)
         if listed is None:
             is_read = effort != "none" and self._tokenizer.template_reads(EFFORT)
@@ -126,7 +126,7 @@ class Thinking:
         return next(iter(higher or levels[-1:]), None)
 
     def _marks(self) -> ThinkingMarks | None:
-        """Return the marks around thinking; None if the template has none that are known."""
+        """Return the marks around thinking; None if no known marks are in the template."""
         if not self._tokenizer.thinks:
             return None
         decode = partial(self._tokenizer.decode, skip_special_tokens=False)

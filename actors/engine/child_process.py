@@ -19,7 +19,8 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import fields
 from typing import Any, Final, Generic, TypeVar, get_type_hints
 
@@ -36,6 +37,7 @@ from genbatch.nif.errors import ModelError, OptionError
 from genbatch.proto.service_messages import Models
 
 T = TypeVar("T")
+Ready = TypeVar("Ready")  # a message that a process is ready
 
 _LENGTH: Final = struct.Struct("<I")
 _RECEIVE_BYTES = 64 * 2**10
@@ -482,6 +484,44 @@ class ChildProcess:
         except OSError:
             return False
         return True
+
+    async def wait_until_ready(
+        self, kind: type[Ready], progress: Callable[[str, int, int], None] | None = None
+    ) -> Ready:
+        """Return the process's message that it is ready.
+
+        Args:
+            kind: the type of this message.
+            progress: called as progress(stage, done, total) while a model loads.
+
+        Raises:
+            ProcessFailed: it ended without a reason. With one, that error is raised.
+        """
+        while (message := await self.channel.receive()) is not None:
+            match message:
+                case Loading() if progress is not None:
+                    progress(message.stage, message.done, message.total)
+                case NotStarted():
+                    raise to_error(message)
+                case _ if isinstance(message, kind):
+                    return message
+        code = await self.end(EXIT_S)
+        raise ProcessFailed(f"the {self.name} process ended with code {code} before it was ready")
+
+    @asynccontextmanager
+    async def ended_with_body(self, grace_s: float) -> AsyncIterator[None]:
+        """End the process after the body. If the body is cancelled, the process has `grace_s` seconds to stop."""
+        patience_s = 0.0
+        try:
+            yield
+        except trio.Cancelled:
+            patience_s = grace_s
+            raise
+        finally:
+            with trio.CancelScope(shield=True):
+                if patience_s:
+                    await self.stop(StopNow())
+                await self.end(patience_s)
 
     def kill(self) -> None:
         """Send SIGKILL; this has no effect on an ended process."""

@@ -167,23 +167,31 @@ def _remove_stale(address: str, path: Path) -> None:
 BACKLOG = 1024
 
 
-def check_rpc_address(address: str, *, lacking: Sequence[str]) -> Path | None:
-    """Check an address without changing anything; return the path of a `unix://` address.
+# By option, the transport with a file and those with a port.
+_TRANSPORTS = {"bind": ("ipc", ["tcp"]), "rpc_bind": ("unix", ["tcp", "rpc"])}
+
+
+def check_address(option: str, address: str, *, lacking: Sequence[str]) -> Path | None:
+    """Check an address without changing anything; return the path of an `ipc://` or `unix://` address.
 
     Args:
+        option: "bind" (ZeroMQ) or "rpc_bind" (msgpack-RPC).
         lacking: see check_bind.
 
     Raises:
         AddressError: strangers could reach the address, or it is not valid.
     """
+    with_file, with_port = _TRANSPORTS[option]
     transport, _, rest = address.partition("://")
-    if transport == "unix":
-        return socket_path(address, rest)
-    if transport not in ("tcp", "rpc"):
-        raise AddressError(address, "the address must start with unix:// or tcp://")
-    host, _ = host_and_port(address, rest)
-    check_bind("rpc_bind", address, host, lacking=lacking)
-    return None
+    if transport in with_port:
+        host, _ = host_and_port(address, rest)
+        check_bind(option, address, host, lacking=lacking)
+        return None
+    if transport != with_file:
+        raise AddressError(address, f"the address must start with {with_file}:// or tcp://")
+    if transport == "ipc" and rest.startswith(("@", "*")):
+        raise AddressError(address, "ipc:// needs the path of a file, whose permissions keep others out")
+    return socket_path(address, rest)
 
 
 def check_nobody_listens(address: str) -> None:
@@ -262,24 +270,3 @@ def runtime_directory() -> Path:
 def default_address() -> str:
     """Return an `ipc://` address in this user's own directory, the same at each call."""
     return f"ipc://{runtime_directory() / 'zeromq.sock'}"
-
-
-def check_address(address: str, *, lacking: Sequence[str]) -> Path | None:
-    """Check an address without changing anything; return the path of an `ipc://` address.
-
-    Args:
-        lacking: see check_bind.
-
-    Raises:
-        AddressError: strangers could reach the address, or it is not valid.
-    """
-    transport, _, rest = address.partition("://")
-    if transport == "tcp":
-        host, _ = host_and_port(address, rest)
-        check_bind("bind", address, host, lacking=lacking)
-        return None
-    if transport != "ipc":
-        raise AddressError(address, "the address must start with ipc:// or tcp://")
-    if rest.startswith(("@", "*")):
-        raise AddressError(address, "ipc:// needs the path of a file, whose permissions keep others out")
-    return socket_path(address, rest)

@@ -33,7 +33,7 @@ from genbatch.actors.gateways.accepting import (
     has_hung_up,
     max_connections,
 )
-from genbatch.actors.gateways.addresses import check_rpc_address
+from genbatch.actors.gateways.addresses import check_address
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.listening import ListeningSockets, address_of, as_listeners
 from genbatch.actors.gateways.session import MAX_WAITING, CallHost, Outbox, RPCSession, lease_over
@@ -385,7 +385,7 @@ class RPCGateway:
         Raises:
             AddressError: it cannot or must not listen there.
         """
-        check_rpc_address(self.address, lacking=self._security.lacking_for_tokens)
+        check_address("rpc_bind", self.address, lacking=self._security.lacking_for_tokens)
         await self._sockets.open("rpc", self.address)
         listening = self._sockets.copies("rpc")
         self.address = address_of(self.address, listening[0]).replace("tcp://", "rpc://")

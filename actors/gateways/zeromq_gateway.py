@@ -192,7 +192,7 @@ class ZeroMQGateway:
         Raises:
             AddressError: it cannot or must not listen there.
         """
-        check_address(self.address, lacking=self._security.lacking_for_zeromq)
+        check_address("bind", self.address, lacking=self._security.lacking_for_zeromq)
         await self._sockets.open("zeromq", self.address)
         async with (
             open_socket(zmq.ROUTER, linger_ms=LINGER_MS) as self._socket,

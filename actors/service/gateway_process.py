@@ -42,7 +42,6 @@ from genbatch.actors.gateways.addresses import (
     check_address,
     check_http,
     check_nobody_listens,
-    check_rpc_address,
     parse_http_address,
 )
 from genbatch.actors.gateways.dispatcher import Callee, Dispatcher
@@ -262,9 +261,9 @@ def check_listeners(options: ServiceOptions) -> Security:
         reason = f"this process may open {files} files, a service needs {LEAST_FILES} (`ulimit -n`)"
         raise AddressError(addresses[0], reason)
     if options.bind is not None:
-        check_address(options.bind, lacking=security.lacking_for_zeromq)
+        check_address("bind", options.bind, lacking=security.lacking_for_zeromq)
     if options.rpc_bind is not None:
-        check_rpc_address(options.rpc_bind, lacking=security.lacking_for_tokens)
+        check_address("rpc_bind", options.rpc_bind, lacking=security.lacking_for_tokens)
     if options.http is not None:
         check_http(options.http, security)
     if options.metrics is not None:

@@ -17,7 +17,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -35,21 +35,16 @@ from genbatch.actors.engine.child_process import (
     Hung,
     Join,
     Listening,
-    Loading,
     ManagedModel,
-    NotStarted,
     PrepareEngine,
     ProcessDied,
-    ProcessFailed,
     ServingChanged,
     ShowModel,
     StartEngine,
     StartGateway,
-    StopNow,
     SwitchEngine,
     Unjoined,
     encode_options,
-    to_error,
 )
 from genbatch.actors.engine.freed_memory import oom_kills
 from genbatch.actors.gateways.listening import ListeningSockets
@@ -252,49 +247,34 @@ class EngineRunner:
             ProcessDied: it ended.
         """
         child = self._child = self._new_process()
-        grace_s = 0.0
-        try:
-            self.ready = await self._wait_until_ready(child)
-            self._start = msgspec.structs.replace(self._start, rehearsed=self.ready.rehearsed)
-            self._is_up, num_oom_kills = True, oom_kills()
-            task_status.started()
-            await self._joint.engine_is_ready(child.channel, self.ready.models, self.ready.num_bytes)
-            while (message := await child.channel.receive()) is not None:
-                match message:
-                    case Unjoined(number):
-                        await self._joint.unjoined(number)
-                    case ServingChanged(models, adapters):
-                        self._start = msgspec.structs.replace(self._start, adapters=adapters)
-                        self._joint.serving_changed(child.channel, models)
-            code = await child.end(EXIT_S)
-            # guard: a kill for its memory is not from outside
-            was_killed = code == -signal.SIGKILL and num_oom_kills is not None and oom_kills() == num_oom_kills
-            self._joint.engine_is_gone(child.channel, was_killed=was_killed)
-            raise ProcessDied("engine", code)
-        except trio.Cancelled:
-            grace_s = ENGINE_STOP_S
-            raise
-        finally:
-            self._joint.engine_is_gone(child.channel)
-            self._is_up = False
-            self._child = None
-            with trio.CancelScope(shield=True):
-                if grace_s:
-                    await child.stop(StopNow())
-                await child.end(grace_s)
+        async with child.ended_with_body(ENGINE_STOP_S):
+            try:
+                await child.channel.send(self._start)
+                self.ready = await child.wait_until_ready(EngineReady, self._progress)
+                self._start = msgspec.structs.replace(self._start, rehearsed=self.ready.rehearsed)
+                self._is_up, num_oom_kills = True, oom_kills()
+                task_status.started()
+                await self._joint.engine_is_ready(child.channel, self.ready.models, self.ready.num_bytes)
+                await self._follow(child)
+                code = await child.end(EXIT_S)
+                # guard: a kill for its memory is not from outside
+                was_killed = code == -signal.SIGKILL and num_oom_kills is not None and oom_kills() == num_oom_kills
+                self._joint.engine_is_gone(child.channel, was_killed=was_killed)
+                raise ProcessDied("engine", code)
+            finally:
+                self._joint.engine_is_gone(child.channel)
+                self._is_up = False
+                self._child = None
 
-    async def _wait_until_ready(self, child: ChildProcess) -> EngineReady:
-        await child.channel.send(self._start)
+    async def _follow(self, child: ChildProcess) -> None:
+        """Handle the messages of a running engine until it ends."""
         while (message := await child.channel.receive()) is not None:
             match message:
-                case Loading():
-                    self._progress(message.stage, message.done, message.total)
-                case EngineReady():
-                    return message
-                case NotStarted():
-                    raise to_error(message)
-        code = await child.end(EXIT_S)
-        raise ProcessFailed(f"the engine process ended with code {code} before it was ready")
+                case Unjoined(number):
+                    await self._joint.unjoined(number)
+                case ServingChanged(models, adapters):
+                    self._start = msgspec.structs.replace(self._start, adapters=adapters)
+                    self._joint.serving_changed(child.channel, models)
 
 
 # Seconds for a stopping gateway's last messages to leave.
@@ -385,32 +365,25 @@ class GatewayRunner:
             await self._sockets.open_all()
         child = self._child = ChildProcess("gateway", "genbatch.actors.service.gateway_process")
         self._stopped = trio.Event()
-        grace_s = 0.0
-        try:
-            await self._start_child(child)
-            self.addresses = (await self._wait_until_ready(child)).addresses
-            task_status.started()
-            while (message := await child.channel.receive()) is not None:
-                match message:
-                    case Hung(reason, engine):
-                        self._kill_engine(reason, engine)
-                    case SwitchEngine() if self._switch_engine is not None:
-                        self._switch_engine(message)
-            code = await child.end(EXIT_S)
-            if not self._is_stopping:
-                raise ProcessDied("gateway", code)
-        except trio.Cancelled:
-            grace_s = GATEWAY_STOP_S
-            raise
-        finally:
-            for joint in self._joints:
-                joint.gateway_is_gone(child.channel)
-            self._child, self._has_start = None, False
-            self._stopped.set()
-            with trio.CancelScope(shield=True):
-                if grace_s:
-                    await child.stop(StopNow())
-                await child.end(grace_s)
+        async with child.ended_with_body(GATEWAY_STOP_S):
+            try:
+                await self._start_child(child)
+                self.addresses = (await child.wait_until_ready(GatewayReady)).addresses
+                task_status.started()
+                while (message := await child.channel.receive()) is not None:
+                    match message:
+                        case Hung(reason, engine):
+                            self._kill_engine(reason, engine)
+                        case SwitchEngine() if self._switch_engine is not None:
+                            self._switch_engine(message)
+                code = await child.end(EXIT_S)
+                if not self._is_stopping:
+                    raise ProcessDied("gateway", code)
+            finally:
+                for joint in self._joints:
+                    joint.gateway_is_gone(child.channel)
+                self._child, self._has_start = None, False
+                self._stopped.set()
 
     async def _start_child(self, child: ChildProcess) -> None:
         """Start the process; join it to the running engines before it listens."""
@@ -427,16 +400,6 @@ class GatewayRunner:
         for joint in self._joints:
             await joint.gateway_is_ready(child.channel)
 
-    async def _wait_until_ready(self, child: ChildProcess) -> GatewayReady:
-        while (message := await child.channel.receive()) is not None:
-            match message:
-                case GatewayReady():
-                    return message
-                case NotStarted():
-                    raise to_error(message)
-        code = await child.end(EXIT_S)
-        raise ProcessFailed(f"the gateway process ended with code {code} before it was ready")
-
 
 # Seconds; longer than a runner takes to see its process end.
 SHUTDOWN_S = 10.0
@@ -444,21 +407,55 @@ SHUTDOWN_S = 10.0
 PAUSE_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
 class ServiceProcesses:
     """A service with its parts in processes of their own.
 
     Args:
-        engines: one per model, in the order of their names.
-        on_demand: the names of the models that were loaded on demand at the start; theirs are the last engines.
-        take_over_refusal: why no other service can take its place; "" if one can.
+        catalog: the models.
+        batcher_options, options, progress, of_fleet, sockets: see open_processes.
     """
 
-    engines: list[EngineRunner]
-    gateway: GatewayRunner
-    telemetry: Telemetry
-    on_demand: tuple[str, ...] = ()
-    take_over_refusal: str = ""
+    def __init__(
+        self,
+        catalog: ModelCatalog,
+        batcher_options: BatcherOptions,
+        options: ServiceOptions,
+        progress: Callable[[str, int, int], None] | None,
+        *,
+        of_fleet: bool,
+        sockets: ListeningSockets | None,
+    ) -> None:
+        self.telemetry = Telemetry()
+        self.take_over_refusal = ""  # why no other service can take its place; "" if one can
+        self._options = options
+        self._progress = progress or _ignore
+        self._spare = SpareEngine(self._needs_torch) if options.spare_engine else None
+        self._find_on_demand = catalog.find_on_demand
+        self._on_demand = [each for each in catalog.models if isinstance(each, ModelOnDemand)]
+        models = [_options_of(each, batcher_options) for each in catalog.models]
+        for engine, batcher in models:
+            check_start(engine, batcher, options, sockets)
+        is_named = len(models) > 1 or self._on_demand
+        self._names = tuple([engine.served_model_name for engine, _ in models]) if is_named else ()
+        assert all(self._names) and len(set(self._names)) == len(self._names), self._names
+        self._num_kept = len(models) - len(self._on_demand)
+        self.engines: list[EngineRunner] = []
+        joints = [self._add_engine(*each) for each in models]
+        managed = tuple([each.managed(self._num_kept + index) for index, each in enumerate(self._on_demand)])
+        check_budget(managed, options.model_memory)
+        self._switches: dict[int, EngineOnDemand] = {}  # by the engine's index
+        budget = model_bytes(options.model_memory, models[0][0].max_memory_percent) if managed else 0
+        self.gateway = GatewayRunner(
+            StartGateway(
+                encode_options(options), encode_options(batcher_options), of_fleet, self._names, managed, budget
+            ),
+            joints,
+            lambda reason, place: self.engines[place].kill(reason),
+            sockets,
+            lambda message: self._switches[message.engine].switch(message),
+        )
+        for each in managed:
+            self._add_switch(each)
 
     @property
     def engine(self) -> EngineRunner:
@@ -474,7 +471,7 @@ class ServiceProcesses:
         """Return the served models, and the stats at the engine's start; for several models by name."""
         ready = [engine.ready for engine in self.engines if engine.ready is not None]
         cards = [card for engine in ready for card in engine.models.models]
-        models = Models(models=(*cards, *[unknown_card(name) for name in self.on_demand]))
+        models = Models(models=(*cards, *[unknown_card(name) for name in self._names[self._num_kept :]]))
         if len(ready) == 1:
             return models, ready[0].stats
         return models, {BY_MODEL: {engine.models.models[0].id: engine.stats for engine in ready}}
@@ -486,6 +483,54 @@ class ServiceProcesses:
     async def retire(self, timeout_s: float) -> None:
         """Serve the connected clients until they leave, for `timeout_s` seconds at most, and return."""
         await self.gateway.drain(timeout_s, retires=True)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Start all processes, and keep them running while the body runs."""
+        async with AsyncExitStack() as stack:
+            for place, engine in enumerate(self.engines[: self._num_kept]):
+                name = f"engine of {self._names[place]}" if self._names else "engine"
+                await stack.enter_async_context(kept_running(name, engine.run, self._options, self.telemetry))
+            await stack.enter_async_context(
+                kept_running(
+                    "gateway", self.gateway.run, self._options, self.telemetry, restart="transient", pause_s=PAUSE_S
+                )
+            )
+            nursery = await stack.enter_async_context(background())
+            for switch in self._switches.values():
+                nursery.start_soon(switch.run)
+            if self._spare is not None:
+                nursery.start_soon(self._spare.run)
+            if self._find_on_demand is not None:
+                add = partial(self._add_model, nursery)
+                nursery.start_soon(
+                    watch_models, self._find_on_demand, self._names, self._on_demand, add, self.gateway.show
+                )
+            yield
+
+    async def _add_model(self, nursery: trio.Nursery, model: ModelOnDemand) -> None:
+        """Serve one more model on demand."""
+        managed = model.managed(len(self.engines))
+        joint = self._add_engine(model.engine, model.batcher)
+        nursery.start_soon(self._add_switch(managed).run)
+        await self.gateway.add(managed, joint)
+
+    def _add_engine(self, engine: EngineOptions, batcher: BatcherOptions) -> Joint:
+        """Add an engine that does not run yet; return its joint."""
+        joint = Joint(len(self.engines))
+        start = StartEngine(encode_options(engine), encode_options(batcher))
+        new_process = new_engine if self._spare is None else self._spare.take
+        self.engines.append(EngineRunner(start, joint, self._progress, new_process))
+        return joint
+
+    def _add_switch(self, model: ManagedModel) -> EngineOnDemand:
+        """Add the switch of an engine on demand."""
+        switch = EngineOnDemand(model.engine, self.engines[model.engine].run, self.gateway.tell)
+        self._switches[model.engine] = switch
+        return switch
+
+    def _needs_torch(self) -> bool:
+        return any(engine.needs_torch for engine in self.engines)
 
 
 @asynccontextmanager
@@ -512,58 +557,9 @@ async def open_processes(
         RestartLimit: an engine died too often. A gateway has no limit: strangers reach it, and may cause its crashes.
     """
     catalog = ModelCatalog([model]) if isinstance(model, EngineOptions) else model
-    on_demand = [each for each in catalog.models if isinstance(each, ModelOnDemand)]
-    of_models = [_options_of(each, batcher_options) for each in catalog.models]
-    for of_engine, of_batcher in of_models:
-        check_start(of_engine, of_batcher, options, sockets)
-    names = tuple(engine.served_model_name for engine, _ in of_models) if len(of_models) > 1 or on_demand else ()
-    assert all(names) and len(set(names)) == len(names), names
-    num_kept = len(of_models) - len(on_demand)
-    telemetry = Telemetry()
-    joints = [Joint(place) for place in range(len(of_models))]
-    spare = SpareEngine(lambda: any(engine.needs_torch for engine in engines)) if options.spare_engine else None
-    new_process = new_engine if spare is None else spare.take
-
-    def runner(engine: EngineOptions, batcher: BatcherOptions, joint: Joint) -> EngineRunner:
-        start = StartEngine(encode_options(engine), encode_options(batcher))
-        return EngineRunner(start, joint, progress or _ignore, new_process)
-
-    engines = [runner(*each, joint) for each, joint in zip(of_models, joints, strict=True)]
-    managed = tuple(each.managed(num_kept + index) for index, each in enumerate(on_demand))
-    check_budget(managed, options.model_memory)
-    budget = model_bytes(options.model_memory, of_models[0][0].max_memory_percent) if managed else 0
-    gateway = GatewayRunner(
-        StartGateway(encode_options(options), encode_options(batcher_options), of_fleet, names, managed, budget),
-        list(joints),
-        lambda reason, place: engines[place].kill(reason),
-        sockets,
-        lambda message: switches[message.engine].switch(message),
-    )
-    switches = {each.engine: EngineOnDemand(each.engine, engines[each.engine].run, gateway.tell) for each in managed}
-    async with AsyncExitStack() as stack:
-        for place, engine in enumerate(engines[:num_kept]):
-            name = f"engine of {names[place]}" if names else "engine"
-            await stack.enter_async_context(kept_running(name, engine.run, options, telemetry))
-        await stack.enter_async_context(
-            kept_running("gateway", gateway.run, options, telemetry, restart="transient", pause_s=PAUSE_S)
-        )
-        nursery = await stack.enter_async_context(background())
-        for switch in switches.values():
-            nursery.start_soon(switch.run)
-        if spare is not None:
-            nursery.start_soon(spare.run)
-
-        async def add(added: ModelOnDemand) -> None:
-            joint = Joint(len(engines))
-            managed = added.managed(len(engines))
-            engines.append(runner(added.engine, added.batcher, joint))
-            switch = switches[managed.engine] = EngineOnDemand(managed.engine, engines[-1].run, gateway.tell)
-            nursery.start_soon(switch.run)
-            await gateway.add(managed, joint)
-
-        if catalog.find_on_demand is not None:
-            nursery.start_soon(watch_models, catalog.find_on_demand, names, on_demand, add, gateway.show)
-        yield ServiceProcesses(engines, gateway, telemetry, names[num_kept:])
+    processes = ServiceProcesses(catalog, batcher_options, options, progress, of_fleet=of_fleet, sockets=sockets)
+    async with processes.running():
+        yield processes
 
 
 def _options_of(

@@ -37,6 +37,7 @@ from genbatch.nif.native.library import (
     WEIGHT_I8,
     WEIGHT_U4,
     Layer,
+    Linear,
     ModelStruct,
     NativeArena,
     Pair,
@@ -194,7 +195,7 @@ class ModelWeights:
     def _pack(self, model: "Model", architecture: Architecture, plain: int, matrices: int) -> NativeArena:
         """Pack the weights from the model's files; returns the memory that holds them."""
         from genbatch.nif.models.weight_source import ModuleWeights
-        from genbatch.nif.native.layer_loader import I8_HEAD_GROUP, LayerLoader, is_tied
+        from genbatch.nif.native.layer_loader import LayerLoader, is_tied
         from genbatch.nif.native.weights import WeightPacker
 
         config: Any = model.config
@@ -210,17 +211,8 @@ class ModelWeights:
             source.release()  # otherwise the file's pages would stay in memory beside the packed weights
         self._group_layers(model.groups, kv_sources(config))
         tensors, assistant = architecture.tensors, architecture.assistant
-        embedding = loader.tensor(f"{tensors.embedding}.weight")
         tied = model.weights is not None and is_tied(config, source, loader, architecture)
-        head_name, clusters = tensors.embedding if tied else tensors.head, None
-        # In 8 bits where the rest has 4: it decides between near ties.
-        if assistant is not None and assistant.clusters:
-            head, clusters = loader.clustered(head_name, assistant, I8_HEAD_GROUP, self.kind)
-        else:
-            head = loader.linear([head_name], I8_HEAD_GROUP, self.kind)
-        table = Table()  # an assistant reads the embeddings of the other model
-        if assistant is None:
-            table = loader.table(embedding, architecture.embedding_scale, head if tied else None)
+        table, head, clusters = self._tables(loader, architecture, tied=tied)
         own, altup = architecture.layer_embeddings, architecture.altup
         inner = [*map(_inner_size, layers), 0 if own is None else own.width]
         inner += [layer.altup.contents.left.n for layer in layers if layer.altup]
@@ -267,6 +259,22 @@ class ModelWeights:
             self.struct.predictor = ctypes.pointer(self._mtp(loader, architecture))
         source.release()
         return packer.arena
+
+    def _tables(self, loader: "LayerLoader", architecture: Architecture, *, tied: bool) -> tuple[Table, Linear, Any]:
+        """Pack the embeddings and the head, and the head's clusters of tokens if it has them."""
+        from genbatch.nif.native.layer_loader import I8_HEAD_GROUP
+
+        tensors, assistant = architecture.tensors, architecture.assistant
+        embedding = loader.tensor(f"{tensors.embedding}.weight")
+        head_name, clusters = tensors.embedding if tied else tensors.head, None
+        # The head has 8 bits where the rest has 4, because it decides between near ties.
+        if assistant is not None and assistant.clusters:
+            head, clusters = loader.clustered(head_name, assistant, I8_HEAD_GROUP, self.kind)
+        else:
+            head = loader.linear([head_name], I8_HEAD_GROUP, self.kind)
+        if assistant is not None:
+            return Table(), head, clusters  # an assistant reads the embeddings of the other model
+        return loader.table(embedding, architecture.embedding_scale, head if tied else None), head, clusters
 
     def _add_mtp(self, model: "Model", architecture: Architecture) -> int:
         """Add the MTP layer behind the layers of its group; return the group's index.

@@ -144,7 +144,7 @@ def addresses(data: bytes) -> None:
     address = data.decode(errors="surrogateescape")
     for given in (address, f"tcp://{address}", f"ipc://{address}"):
         try:
-            path = check_address(given, lacking=["keys"])
+            path = check_address("bind", given, lacking=["keys"])
         except (AddressError, KeyFileError):
             continue
         if path is not None:
