@@ -146,7 +146,7 @@ def no_address(address: str, expected: str) -> Unavailable:
 
     Args:
         address: the malformed address.
-        wanted: the forms that the client accepts.
+        expected: the forms that the client accepts.
     """
     scheme, separator, _ = address.partition("://")
     if scheme in ("http", "https"):

@@ -1,14 +1,18 @@
-"""Documents keep their measure: the table of faults names tests that exist, ADRs and lines have a length."""
+"""Documents and docstrings: the table of faults names tests that exist, lines have a length, arguments exist."""
 
 import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 HEADING = "## Faults\n"
 NAMED = re.compile(r"`([\w/]+\.py)::(\w+)`")
+ARGUMENTS = re.compile(r"^Args:\n(.*?)(?=^\S|\Z)", re.DOTALL | re.MULTILINE)
+ARGUMENT = re.compile(r"^    (\w[\w, ]*):(?: |$)", re.MULTILINE)
 
 
 def section() -> str:
@@ -77,3 +81,47 @@ def test_a_line_of_prose_has_at_most_120_characters() -> None:
 def test_tables_and_code_may_be_wider() -> None:
     text = "a\n```\n" + "b " * 90 + "\n```\n| " + "c " * 90 + "\nd"
     assert list(lines_of_prose(text)) == [(1, "a"), (6, "d")]
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+    given = function.args
+    optional = [each for each in (given.vararg, given.kwarg) if each is not None]
+    return {each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs, *optional)}
+
+
+def unknown_arguments(source: str) -> list[str]:
+    """The names below `Args:` that are neither a parameter of the function nor a field of the class."""
+    unknown = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            known = parameters(node)
+        elif isinstance(node, ast.ClassDef):
+            fields = {
+                part.target.id
+                for part in node.body
+                if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name)
+            }
+            inits = [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "__init__"]
+            known = fields.union(*map(parameters, inits))
+            if not known and node.bases:
+                continue  # its base has the constructor
+        else:
+            continue
+        named = ARGUMENTS.search(ast.get_docstring(node) or "")
+        for names in ARGUMENT.findall(named[1]) if named else ():
+            unknown += [f"{node.name}: {name}" for name in names.split(", ") if name not in known]
+    return unknown
+
+
+@pytest.mark.parametrize("layer", ["actors", "clients", "nif", "proto"])
+def test_a_docstring_names_arguments_that_exist(layer: str) -> None:
+    sources = {path: path.read_text() for path in (ROOT / layer).glob("**/*.py")}
+    assert any("Args:" in source for source in sources.values())
+    unknown = {str(path.relative_to(ROOT)): unknown_arguments(source) for path, source in sources.items()}
+    assert {path: names for path, names in unknown.items() if names} == {}
+
+
+def test_a_docstring_that_names_an_old_argument_is_found() -> None:
+    old = 'def f(new: int) -> None:\n    """Do it.\n\n    Args:\n        old: a number.\n    """\n'
+    assert unknown_arguments(old) == ["f: old"]
+    assert unknown_arguments(old.replace("(new", "(old")) == []

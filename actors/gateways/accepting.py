@@ -22,12 +22,12 @@ A client that has closed its sending side may still read, or may be gone: only a
 in Leftovers and are served while no other client waits. So a flood of clients that connect, send a request and
 disappear costs one check each, and these clients delay only each other.
 
-Accounts: a connection costs a client nothing, so a connection has no share of the service, and neither has a door.
+Accounts: a connection costs a client nothing, so neither a connection nor a door has its own share of the service.
 HTTP, RPC and ZeroMQ clients of one machine share one account (ADR 43). Clients with a key or a token have their
 tenant's account instead (`Caller.payer`).
 
     process:4711      over a Unix socket: the process that connected
-    user:1000         the same, for a process in another container, since its number means nothing here
+    user:1000         over a Unix socket, from another container: the user, since process ids differ there
     host:10.0.0.7     over TCP: the machine; with IPv6 its network of 64 bits; all loopback addresses are one
 """
 
@@ -193,7 +193,7 @@ LEAST_FILES, AMPLE_FILES = 256, 2**16
 
 
 def allow_files(count: int) -> int:
-    """Raise the process's own limit of open files to `wanted`, as far as the system allows; return the limit."""
+    """Raise the process's own limit of open files to `count`, as far as the system allows; return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= count:
         return count
@@ -282,8 +282,7 @@ class ConnectionLimit:
             self._taken -= 1
 
 
-# The most bytes of unfinished messages, of all connections of a gateway. These bytes take up to three times as much
-# memory.
+# The most bytes of unfinished messages, of all connections of a gateway. They take up to three times as much memory.
 MAX_HALF_MESSAGES = 32 * 2**20
 
 
@@ -291,7 +290,7 @@ class Share:
     """The unfinished message of one connection; made by `MessageRoom.share`.
 
     Args:
-        give_up: ends the connection soon, and drops its unfinished message at once.
+        give_up: drops the connection's unfinished message at once, and ends the connection soon.
     """
 
     __slots__ = ("_room", "give_up")

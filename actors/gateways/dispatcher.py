@@ -62,8 +62,8 @@ MAX_TEXTS_BYTES = 16 * 2**20
 # Bytes of one client's texts that are sent to the Batcher before the first of them is answered.
 TEXT_TURN_BYTES = 32 * 2**10
 RETRY_AFTER_TEXT_MS = 1000
-# The most memory of the gateway for open requests, of one client and of all clients: a stalled engine frees none of it.
-# The number of calls and the size of each are bounded elsewhere.
+# The most bytes of a gateway's memory for open requests: of one client, and of all clients. A stalled engine frees none
+# of them. Other limits bound the number of calls, and the size of each call.
 MAX_REQUEST_BYTES = 64 * 2**20
 MAX_REQUESTS_BYTES = 256 * 2**20
 # The most open calls of one client, and of a fleet's gateway, which bounds its own clients.
@@ -103,16 +103,16 @@ class TextRoom:
 
     Args:
         max_bytes: the limit of one client.
-        max_everybodys: the limit of all clients together.
+        max_total_bytes: the limit of all clients together.
         max_calls: the most calls of one client; None if another part bounds them.
-        doing: the work on the texts, named in the refusal.
+        work: a participle for the work on the texts, such as "read", for the refusal.
     """
 
-    def __init__(self, max_bytes: int, max_everybodys: int, max_calls: int | None, doing: str) -> None:
+    def __init__(self, max_bytes: int, max_total_bytes: int, max_calls: int | None, work: str) -> None:
         self._max_bytes = max_bytes
-        self._max_everybodys = max_everybodys
+        self._max_total_bytes = max_total_bytes
         self._max_calls = sys.maxsize if max_calls is None else max_calls
-        self._doing = doing
+        self._work = work
         self._bytes: Counter[str] = Counter()
         self._calls: Counter[str] = Counter()
 
@@ -123,13 +123,13 @@ class TextRoom:
         Raises:
             QueueFull: there is not enough room.
         """
-        calls, mine, everybodys = self._calls[payer], self._bytes[payer], self._bytes.total()
+        calls, mine, total = self._calls[payer], self._bytes[payer], self._bytes.total()
         # A client's only call always gets room: the size of a message is bounded elsewhere.
         if payer and calls and (calls >= self._max_calls or mine + size > self._max_bytes):
-            reason = f"{calls} texts of {mine} bytes are being {self._doing} for this client"
+            reason = f"{calls} texts of {mine} bytes are being {self._work} for this client"
             raise QueueFull(reason, retry_after_ms=RETRY_AFTER_TEXT_MS)
-        if payer and everybodys + size > self._max_everybodys:
-            raise QueueFull(f"texts of {everybodys} bytes are being {self._doing}", retry_after_ms=RETRY_AFTER_TEXT_MS)
+        if payer and total + size > self._max_total_bytes:
+            raise QueueFull(f"texts of {total} bytes are being {self._work}", retry_after_ms=RETRY_AFTER_TEXT_MS)
         self._bytes[payer] += size
         self._calls[payer] += 1
         try:
@@ -372,7 +372,7 @@ def _claimed(request: Claimed, caller: Caller) -> Claimed:
     return msgspec.structs.replace(request, tenant=caller.tenant)
 
 
-# The bytes of an integer or a float, and of a short map with its names that became a type.
+# The bytes of an integer or a float, and of a short map that was converted to a struct.
 NUMBER_BYTES, MAP_BYTES = 32, 320
 
 

@@ -29,7 +29,7 @@ from genbatch.actors.gateways.addresses import (
 from genbatch.actors.security.key_files import AddressError
 
 Door = Literal["zeromq", "rpc", "http", "metrics"]
-# Seconds. libzmq's thread polls the queue although it finds no connection there. Without a wait it would take a core.
+# Seconds. libzmq polls a queue although it cannot accept its connections now. Without a wait, this would fill a core.
 HOLD_S = 0.004
 _TIMEVAL = struct.Struct("@ll")
 # libzmq resolves each of these names to one IPv4 address.
@@ -188,7 +188,7 @@ class LentSocket:
                 os.dup2(self._listening.fileno(), self.descriptor, inheritable=False)
 
     def _redirect(self, wait_s: float = 0.0) -> None:
-        """Let libzmq find no connection; each look at one that waits in the queue takes it so long."""
+        """Redirect the descriptor to a socket without connections; each `accept` of libzmq waits there for `wait_s`."""
         # The socket lies in a folder of this user alone, and has no name once the folder is removed.
         with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as unreachable:
             unreachable.bind(f"{folder}/s")

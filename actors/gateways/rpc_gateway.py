@@ -64,7 +64,7 @@ def read_hello(event: CallReceived | Refused) -> tuple[int | None, HelloRequest 
     return event.msgid, hello
 
 
-# The timeouts of a client: to finish a message, to send its hello, and to read.
+# A client's timeouts in seconds: to finish a message, to send its hello, and to read.
 MESSAGE_S, HELLO_S, STALLED_S = 30.0, 5.0, 10.0
 # Seconds for the last messages to leave.
 LINGER_S = 0.5
@@ -87,12 +87,12 @@ class HelloRules:
     Args:
         authenticate: returns the tenant of a token; None admits every client that can reach the address.
         asks_for_hello: whether a `hello` must come first; a required token implies it.
-        on_sense: called after the hello, or after the first valid message where no hello is required.
+        on_valid_message: called after the hello, or after the first valid message where no hello is required.
     """
 
     authenticate: Authenticate | None = None
     asks_for_hello: bool = False
-    on_sense: Callable[[], None] = lambda: None
+    on_valid_message: Callable[[], None] = lambda: None
 
 
 NO_HELLO = HelloRules()
@@ -131,7 +131,7 @@ class RPCConnection:
         self._authenticate = rules.authenticate
         self._asks_for_hello = rules.asks_for_hello or rules.authenticate is not None
         self._hello_by = trio.current_time() + HELLO_S
-        self._on_sense = rules.on_sense
+        self._on_valid_message = rules.on_valid_message
         self._token = ""
         self._outbox = Outbox()
         self._mail = trio.Event()  # set when the outbox has a message
@@ -200,7 +200,7 @@ class RPCConnection:
         self._wake()
 
     async def _part(self) -> None:
-        """Let the last messages arrive: closing a connection with unread data would discard them."""
+        """Wait until the last messages have arrived; closing a connection with unread data would discard them."""
         await self._wait_until_waiting(0)
         if isinstance(self._stream, trio.abc.HalfCloseableStream):
             try:
@@ -275,7 +275,7 @@ class RPCConnection:
             return False
         is_message = self.session.receive(message)
         if is_message:
-            self._on_sense()
+            self._on_valid_message()
         return is_message
 
     def _greet(self, message: bytes) -> bool:
@@ -295,7 +295,7 @@ class RPCConnection:
             error = Unauthenticated(f"{fault}; its operator makes one with `genbatch keys token NAME`")
             self._turn_away(msgid, error)
             return False
-        self._on_sense()
+        self._on_valid_message()
         self._token = token or ""
         self._splitter.max_bytes = MAX_TRANSPORT_BYTES
         self.session = self._new_session(tenant)
@@ -451,7 +451,7 @@ class RPCGateway:
                         authenticate,
                         # guard: a hello first, over TCP
                         asks_for_hello=stream.socket.family != socket.AF_UNIX,
-                        on_sense=seat.settle,
+                        on_valid_message=seat.settle,
                     )
                     peer = Peer(f"rpc:{next(self._names)}", account_of_socket(stream.socket))
                     connection = RPCConnection(

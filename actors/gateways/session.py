@@ -44,16 +44,17 @@ HAND_OVER_MS = 1
 
 
 class Outbox:
-    """Unsent messages, and tokens without a message so far; waiting tokens of a client that coalesces share a message.
+    """The unsent messages of a client, and its tokens that are not in a message yet.
 
-    So only the delay of sending decides how many tokens a message has.
+    If the client coalesces, waiting tokens share a message. So the delay of sending decides how many tokens a message
+    has.
     """
 
     __slots__ = ("_entries", "num_waiting")
 
     def __init__(self) -> None:
         self.num_waiting = 0  # tokens and other messages
-        self._entries: deque[bytes | list[TokenArray]] = deque()  # a token that is not shared is a list of one
+        self._entries: deque[bytes | list[TokenArray]] = deque()  # messages, and the tokens of later messages
 
     def __bool__(self) -> bool:
         return bool(self._entries)
@@ -70,7 +71,7 @@ class Outbox:
         self.num_waiting += 1
 
     def post_token(self, token: TokenArray, *, coalesce: bool) -> None:
-        """Append a token, to the message before it where that is allowed."""
+        """Append a token. With `coalesce`, it may share the last entry's message."""
         self.num_waiting += 1
         if coalesce and self._entries:
             last = self._entries[-1]
@@ -117,7 +118,7 @@ MAX_HELD = 4096
 STALLED_S = 10.0
 
 
-# Milliseconds after which a client may repeat calls that were ended because it was silent. Their slots are free again.
+# Milliseconds after which a client may repeat calls that were ended because it was silent. By then, slots are free.
 LEASE_RETRY_MS = 100
 
 
@@ -308,7 +309,7 @@ class RPCSession:
         self.cancel_all(Unavailable("another service has taken over", retry_after_ms=HAND_OVER_MS))
 
     def heartbeat(self) -> None:
-        """Tell the client that its calls are alive."""
+        """Confirm to the client that its calls are still open."""
         self._post(self._connection.heartbeat())
 
     def cancel_all(self, reason: GenbatchError) -> None:

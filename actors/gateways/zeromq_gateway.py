@@ -38,8 +38,7 @@ class ZeroMQPeer:
         identity: its routing id, chosen by the client.
         key: its CURVE key, in Z85; "" at a gateway without keys.
         connection: file descriptor of its connection.
-        session: its calls.
-        now: when it was heard, seconds on the event loop's clock.
+        now: the time of its first message, in seconds on the event loop's clock.
     """
 
     __slots__ = (
@@ -58,7 +57,7 @@ class ZeroMQPeer:
         self.identity = identity
         self.key = key
         self.connection = connection
-        self.session: RPCSession
+        self.session: RPCSession  # its calls
         self.delimited = False  # it is a REQ socket: messages have an empty first frame
         self.last_heard = now
         self.is_gone = False
@@ -447,10 +446,10 @@ class ZeroMQGateway:
 
 
 def _is_later(identity: bytes, other: bytes) -> bool:
-    """Return whether of two clients with the same descriptor the first one connected later.
+    """Return whether `identity` connected later than `other`, a client with the same descriptor.
 
-    libzmq delivers the messages of a connection after the connection's end, beside messages of the next connection with
-    the same descriptor. It numbers clients without an identity of their own.
+    libzmq may deliver a connection's messages after its end, among messages of the next connection with the same
+    descriptor. It numbers clients without an identity of their own.
     """
     if not (is_numbered(identity) and is_numbered(other)):
         return is_numbered(identity) or not is_numbered(other) or identity == other

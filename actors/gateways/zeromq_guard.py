@@ -57,20 +57,21 @@ logger = logging.getLogger(__name__)
 MAX_BYTES_BETWEEN = 2 * MAX_TRANSPORT_BYTES
 # The limit of all connections. Frames without content take 33 times as much memory: 64 bytes for two on the wire.
 MAX_UNFINISHED = 16 * 2**20
-# Whole messages that wait to be taken count, too, so the limit is this much higher meanwhile.
+# While whole messages wait to be taken, they count, too. So the limit is higher by this factor.
 SPARE_FOR_WHOLE = 4
-# A whole frame counts as so many bytes more than it has: libzmq takes 64 for it, and taking it takes time. So 32,768
-# small messages fill the room, twice as many as one client may send at once.
+# The bytes that each whole frame costs in addition to its content: libzmq takes 64, and taking the frame takes time. So
+# 32,768 small messages fill the room, twice as many as one client may send at once.
 FRAME_COST = 2048
-# A client with at most SMALL in libzmq's queue is not ended for the queue of others. If the messages of ended
-# connections fill the room, ending more connections makes no room. So then a client may have LARGE: before its first
-# message is taken, a prompt of 6 KiB may count as much.
+# A client with at most SMALL bytes in libzmq's queue is not ended because of other clients' messages. If messages of
+# ended connections fill the room, ending more connections makes no room. So then a client may have LARGE bytes: before
+# its first message is taken, a prompt of 6 KiB may count as much.
 SMALL, LARGE = 2**16, 2**22
-# Seconds between two checks while bytes arrive, and while they come faster than they are taken: libzmq reads 100,000
+# Seconds between two checks while bytes arrive, and while they arrive faster than they are taken: libzmq reads 100,000
 # small messages in 0.01 s.
 LOOK_S, HURRY_S = 0.01, 0.001
-# Connections that are accepted each time, and the seconds for them, even if the first ones fill the room at once. The
-# queue keeps its order, so a client behind 15 others that flood gets in. Each brings at most what the kernel holds.
+# After a pause, at least so many connections are accepted, or for so many seconds, even if the first ones fill the room
+# at once. The queue keeps its order, so a client behind 15 others that flood gets in. A connection brings at most the
+# bytes that the kernel holds.
 LEAST_ACCEPTED, ACCEPTING_S = 16, 0.2
 # The most bytes of an honest peer in addition to messages: the handshake, and at each interval a PING and a PONG (16
 # bytes, or 82 with CURVE).
@@ -111,7 +112,7 @@ class HeldBytes:
         return max(0, self.read - self.taken)
 
     def excess(self, now: float) -> int:
-        """Return the bytes that libzmq holds beyond the heartbeats of the time."""
+        """Return the bytes that libzmq holds in excess of the heartbeats that were due."""
         intervals = (now - self.since) * 1000 / (zeromq_socket.HEARTBEAT_IVL or 1000)
         return self.num_held - HANDSHAKE_BYTES - int(HEARTBEAT_BYTES * (intervals + 1))
 
@@ -136,8 +137,8 @@ class UnfinishedMessages:
         self._arrived: dict[int, HeldBytes] = {}
         self._connections: dict[int, int] = {}  # by descriptor of the copy
         self._unread: set[int] = set()  # connections with bytes that libzmq had not read at the last check
-        self._left = 0  # the cost of whole messages that ended connections have left
-        self._weight = 1.0  # of messages that were taken lately
+        self._left = 0  # the cost of waiting messages of ended connections
+        self._weight = 1.0  # the mean weight of messages that were taken lately
         self._num_accepted, self._accepts_until = 0, -math.inf  # since new connections were let in again
         self.full, self.fits = trio.Event(), trio.Event()
         self.fits.set()
@@ -171,7 +172,7 @@ class UnfinishedMessages:
     def shut_down(self, connection: int) -> bool:
         """Shut a connection down, so that libzmq closes it; return False for a connection that is not watched.
 
-        The bytes that libzmq has not read are dropped: it would make messages of them.
+        This drops the bytes that libzmq has not read, because libzmq would make messages of them.
         """
         if (arrived := self._arrived.get(connection)) is None:
             return False
@@ -182,7 +183,7 @@ class UnfinishedMessages:
         return True
 
     def ended(self, connection: int) -> None:
-        """Forget a connection that libzmq has closed; its whole messages wait on."""
+        """Forget a connection that libzmq has closed; its whole messages still wait."""
         arrived = self._arrived.pop(connection, None)
         if arrived is None:
             return
@@ -304,7 +305,7 @@ class UnfinishedMessages:
                 return
 
     def _keep_queue_short(self, room: int) -> None:
-        """End connections until no more messages wait than fit: first those with most."""
+        """End connections until the waiting messages fit, those with most messages first."""
         costs = {
             connection: self._cost(unfinished)
             for connection, unfinished in self._arrived.items()
@@ -320,7 +321,7 @@ class UnfinishedMessages:
             self._cut_off(connection)
 
     def _cost(self, arrived: HeldBytes) -> int:
-        """Return the cost of what a connection has in libzmq's queue, if all of it are whole messages."""
+        """Return the cost of a connection's bytes in libzmq's queue, as if all of them were whole messages."""
         if arrived.weight is None:  # its handshake is no message
             return int(max(0, arrived.num_held - HANDSHAKE_BYTES) * self._weight)
         return int(arrived.num_held * arrived.weight)
@@ -350,7 +351,7 @@ class UnfinishedMessages:
 
 
 def bytes_read(connection: socket.socket) -> tuple[int, bool]:
-    """Return the bytes that were read from a TCP connection, and whether others have arrived."""
+    """Return the bytes that were read from a TCP connection, and whether unread bytes have arrived."""
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
         unread = array.array("i", [0])
@@ -361,7 +362,7 @@ def bytes_read(connection: socket.socket) -> tuple[int, bool]:
 
 
 def discard(connection: socket.socket) -> int:
-    """Take the bytes that have arrived by a connection, before libzmq reads them; return their number."""
+    """Read and drop the bytes that a connection has received, before libzmq reads them; return their number."""
     num_bytes = 0
     with suppress(OSError):  # no more are there, or the client has reset the connection
         while data := connection.recv(2**18, socket.MSG_DONTWAIT):

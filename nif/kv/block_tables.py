@@ -390,8 +390,8 @@ class Reservation:
         """Add the new positions to the sequences, after the step has succeeded.
 
         Args:
-            told: each entry's final tokens; they replace the tokens of `reserve`. If an entry has fewer tokens than it
-                reserved, the blocks behind them are released.
+            evaluated: each entry's final tokens, in place of the tokens of `reserve`; None keeps those. If an entry has
+                fewer tokens than it reserved, the blocks behind them are released.
         """
         self._on_end()
         sequences, settle = self._tables.sequences, self._tables.settle
