@@ -10,6 +10,8 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from llguidance.numpy import fill_next_token_bitmask
 
+from genbatch.nif.text.answer_grammar import readable_schema
+
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
@@ -112,7 +114,8 @@ class GrammarConstraint:
 
 def one_line(message: str) -> str:
     """Shorten llguidance's message to one line for an error message."""
-    text = " ".join(message.replace("<non-verbose/>", "").split())
+    plain = message.replace("<non-verbose/>", "").replace("NoExtensionBias", "no token may come next")
+    text = " ".join(plain.split())
     return text if len(text) <= MAX_MESSAGE else text[:MAX_MESSAGE] + "…"
 
 
@@ -153,6 +156,9 @@ def convert(kind: str, text: str) -> str:
     """
     try:
         if kind == "json_schema":
+            schema = json.loads(text)
+            readable = readable_schema(schema)
+            text = text if readable == schema else json.dumps(readable)
             return LLMatcher.grammar_from_json_schema(text, overrides=_JSON_OPTIONS)
         if kind == "lark":
             return grammar_from("lark", text)

@@ -20,6 +20,12 @@ _MAX_DEPTH = 32
 # With one of these keywords an object may need properties that it does not name itself.
 _COMBINING = frozenset(("allOf", "anyOf", "oneOf", "$ref", "patternProperties", "if", "unevaluatedProperties"))
 _JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": False}
+# JSON Schema's own formats. Any other format is a note to the reader, such as pydantic's "binary" and Zod's "cuid2".
+_FORMATS = frozenset((
+    "date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uri",
+    "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer", "relative-json-pointer", "regex",
+    "unknown",
+))  # fmt: skip
 _TEXT = r"TEXT: /(.|\n)*/"
 _ANY_TOKENS = "<[*]>*"
 
@@ -148,7 +154,7 @@ def _tool_rules(calls: Calls, written: _Marks) -> list[str]:
     rules = []
     for number, tool in enumerate(calls.tools):
         schema = dict(tool.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False})
-        schema = _closed(schema)
+        schema = _closed(readable_schema(schema))
         schema["x-guidance"] = _JSON_OPTIONS | {"lenient": not tool.get("strict")}
         rules.append(f"arguments_{number}: %json {json.dumps(schema)}")
         if format.shape is Shape.NAMED_JSON:
@@ -190,3 +196,31 @@ def _closed(schema: Any, depth: int = 0) -> Any:
     if "properties" in closed and not _COMBINING.intersection(closed):
         closed.setdefault("additionalProperties", False)
     return closed
+
+
+def readable_schema(schema: Any, depth: int = 0) -> Any:
+    """Return the schema in keywords that llguidance reads, where libraries write others.
+
+    Every value of the result is also valid for `schema`. The result has no format that JSON Schema does not define, no
+    `propertyNames` that allows every name, and requires the property by which a `discriminator` chooses a branch.
+    """
+    if isinstance(schema, list):
+        return [readable_schema(inner, depth) for inner in schema]
+    if not isinstance(schema, dict) or depth > _MAX_DEPTH:
+        return schema
+    readable = dict(schema)
+    for name in ("properties", "patternProperties", "$defs", "definitions"):
+        if isinstance(schema.get(name), dict):
+            readable[name] = {key: readable_schema(inner, depth + 1) for key, inner in schema[name].items()}
+    for name in ("items", "prefixItems", "additionalProperties", "allOf", "anyOf", "oneOf"):
+        if name in schema:
+            readable[name] = readable_schema(schema[name], depth + 1)
+    if isinstance(schema.get("format"), str) and schema["format"] not in _FORMATS:
+        del readable["format"]
+    if schema.get("propertyNames") in ({}, {"type": "string"}):
+        del readable["propertyNames"]
+    match schema:
+        case {"oneOf": list(), "discriminator": {"propertyName": str(chooser)}}:
+            required = schema.get("required", [])
+            readable["required"] = [*required, chooser] if isinstance(required, list) else required
+    return readable

@@ -191,9 +191,10 @@ def test_a_state_is_a_function_of_its_tokens_however_often_it_is_prepared(
     [
         ("regex", "(", "unclosed group"),
         ("regex", "(?=a)b", "look-around"),
-        ("json_schema", "{", "EOF"),
+        ("json_schema", "{", "line 1 column 2"),
         ("json_schema", '{"type": "nonsense"}', "Invalid type: nonsense"),
         ("json_schema", '{"type": "array", "uniqueItems": true}', "uniqueItems"),
+        ("json_schema", '{"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}', "no token may come next"),
         # A schema must not switch the check off.
         ("json_schema", '{"x-guidance": {"lenient": true}, "type": "array", "uniqueItems": true}', "uniqueItems"),
         ("grammar", "start: nowhere", "nowhere"),

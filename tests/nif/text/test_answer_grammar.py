@@ -3,11 +3,12 @@
 import json
 from typing import Any
 
+import jsonschema
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from genbatch.nif.sampling.grammar import branches, convert
-from genbatch.nif.text.answer_grammar import Calls, _closed, answer_grammar, forced_format
+from genbatch.nif.sampling.grammar import branches, convert, why_unreadable
+from genbatch.nif.text.answer_grammar import Calls, _closed, answer_grammar, forced_format, readable_schema
 from genbatch.nif.text.tools import FORMATS, HERMES, THINK, THINKING_TAGS, AnswerReader, ThinkingTags, ToolFormat
 from tests.nif.text.test_tools import FORMAT, take_apart
 
@@ -174,6 +175,58 @@ def test_a_schema_is_closed_so_deep_and_no_deeper(key: str) -> None:
     assert depth == 100 and "additionalProperties" not in closed
     shallow = {key: wrapped[key]({"properties": {"end": {}}})}
     assert '"additionalProperties": false' in json.dumps(_closed(shallow))
+
+
+def test_schemas_of_pydantic_and_zod_are_read_and_what_fits_the_grammar_is_valid() -> None:
+    # The properties "kind" have a default, so that pydantic does not list them in `required`.
+    branches_of_pets: list[dict[str, Any]] = [
+        {
+            "type": "object",
+            "properties": {"kind": {"const": kind, "default": kind}, mark: {"type": "integer"}},
+            "required": [mark],
+        }
+        for kind, mark in (("cat", "lives"), ("dog", "bones"))
+    ]
+    schema: dict[str, Any] = {
+        "$defs": dict(zip(("Cat", "Dog"), branches_of_pets, strict=True)),
+        "properties": {
+            "pet": {
+                "discriminator": {"propertyName": "kind"},
+                "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}],
+            },
+            "data": {"type": "string", "format": "binary"},
+            "format": {"const": {"format": "binary"}},
+            "ages": {"propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}},
+        },
+        "required": ["pet"],
+        "type": "object",
+    }
+    valid = '{"pet": {"kind": "dog", "bones": 2}, "data": "b", "format": {"format": "binary"}, "ages": {"a": 1}}'
+    grammar, answer = grammar_for(None, has_format=True), ("json_schema", json.dumps(schema))
+    for text in (valid, '{"pet": {"kind": "cat", "lives": 9, "bones": 1}}'):
+        assert accepts(grammar, text, answer)
+        jsonschema.validate(json.loads(text), schema)
+    both = '{"pet": {"lives": 9, "bones": 1}}'
+    assert not accepts(grammar, both, answer)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(json.loads(both), schema)
+
+    strict = calls_of(HERMES, tools=[{"name": "f", "parameters": schema, "strict": True}], forced=True)
+    assert accepts(grammar_for(strict), written_in(HERMES, '{"pet": {"kind": "dog", "bones": 2}}'))
+    # JSON Schema defines this format, and llguidance does not know it.
+    assert "idn-email" in why_unreadable("json_schema", '{"type": "string", "format": "idn-email"}')
+
+
+@pytest.mark.parametrize("required", [None, 5, {"a": 1}])
+def test_a_schema_with_damaged_parts_is_left_to_llguidance(required: object) -> None:
+    damaged = {
+        "oneOf": [5],
+        "discriminator": {"propertyName": "kind"},
+        "required": required,
+        "properties": [],
+        "format": 1,
+    }
+    assert readable_schema(damaged) == damaged
 
 
 @pytest.mark.parametrize("tags", THINKING_TAGS, ids=lambda tags: tags.opens)
