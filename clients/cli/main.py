@@ -4,6 +4,9 @@ Only the command that runs is imported, so that `genbatch --help` and a short re
 the texts of the list in `--help` are here.
 """
 
+import errno
+import os
+import sys
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -103,4 +106,27 @@ def _global_options(
 
 def main() -> None:
     """Run the command line."""
-    app()
+    _open_standard_files()
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+            raise
+        from genbatch.clients.cli.command import FAILURE, print_error
+
+        print_error(OSError(f"{error.filename or 'standard output'} cannot be written: {error.strerror}"))
+        # Python writes the rest of the buffer when it ends, and would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(FAILURE)
+
+
+def _open_standard_files() -> None:
+    """Open /dev/null in the place of closed standard files; else the next opened files would get their numbers."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, "r" if name == "stdin" else "w", closefd=False))  # noqa: SIM115

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -434,3 +435,19 @@ def test_ctrl_c_in_generate_leaves_no_process(tiny: list[str]) -> None:
         rest = rest_of(process)
     assert process.returncode == 130
     assert "Traceback" not in rest
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux' /dev/full")
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["config", "--markdown"]])
+def test_an_output_that_cannot_be_written_is_one_line(arguments: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run([*GENBATCH, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines() == ["error: standard output cannot be written: No space left on device"]
+
+
+def test_commands_and_their_processes_run_without_standard_files(tiny: list[str]) -> None:
+    # Without the files, the first sockets of the service would get the numbers 0 to 2.
+    shell = f"{shlex.join([*GENBATCH, 'generate', 'Hello', '--max-tokens', '2', *tiny])} <&- >&- 2>&-"
+    ended = subprocess.run(["sh", "-c", shell], check=False, timeout=TIMEOUT_S)
+    assert ended.returncode == 0
