@@ -55,6 +55,12 @@ static void predict(const model *m, const altup *a, float *streams, float *scrat
     }
 }
 
+/* Returns the streams of a row. A step may ask for a token's logits twice, so kept rows have their own. */
+static float *streams_of(const engine *e, const stream *rows, int64_t row)
+{
+    return (rows->index ? e->work.kept_streams : e->work.streams) + row * e->model->num_streams * e->model->hidden;
+}
+
 void streams_phases(worker *w)
 {
     engine *e = w->engine;
@@ -77,65 +83,59 @@ void streams_phases(worker *w)
     phase_end(w);
 }
 
-void predict_phases(worker *w, const layer *l)
+void predict_phases(worker *w, const layer *l, const stream *all)
 {
     engine *e = w->engine;
     const model *m = e->model;
     const altup *a = l->altup;
-    const int64_t hidden = m->hidden, width = m->num_streams * hidden, count = e->step->num_tokens;
+    const int64_t hidden = m->hidden, count = all->count;
     int64_t from, to;
     while (claim(w, count, grain_of(w, count), &from, &to))
         for (int64_t t = from; t < to; t++) {
-            float *streams = e->work.streams + t * width;
+            float *streams = streams_of(e, all, t);
             predict(m, a, streams, row_of_thread(w));
-            memcpy(e->work.x + t * hidden, streams + m->active_stream * hidden, sizeof(float) * (size_t)hidden);
+            memcpy(all->x + t * hidden, streams + m->active_stream * hidden, sizeof(float) * (size_t)hidden);
         }
     phase_end(w);
-    prepare_phase(w, &a->left, count, &(source){e->work.x, hidden, NULL, &l->attention_norm, NULL});
+    prepare_phase(w, &a->left, count, &(source){all->x, hidden, NULL, &l->attention_norm, NULL});
     linear_phase(w, &a->left, count, STORE, e->work.activated, a->left.n);
     prepare_phase(w, &a->right, count, &(source){e->work.activated, a->left.n, NULL, &no_norm, NULL});
     linear_phase(w, &a->right, count, STORE, e->work.laurel, hidden);
     while (claim(w, count, grain_of(w, count), &from, &to))
         for (int64_t t = from; t < to; t++) {
             float *laurel = e->work.laurel + t * hidden, *normed = row_of_thread(w);
-            norm_row(m, &l->attention_norm, e->work.x + t * hidden, hidden, normed);
+            norm_row(m, &l->attention_norm, all->x + t * hidden, hidden, normed);
             norm_row(m, &a->post, laurel, hidden, laurel);
             for (int64_t i = 0; i < hidden; i++) laurel[i] += normed[i];
         }
     phase_end(w);
 }
 
-void laurel_phase(worker *w, const stream *kept)
+void laurel_phase(worker *w, const stream *all, const stream *kept)
 {
     engine *e = w->engine;
-    const int64_t hidden = e->model->hidden;
+    const int64_t hidden = e->model->hidden, *index = rows_among(all, kept);
     const float root = sqrtf(2.0f);
     int64_t from, to;
     while (claim(w, kept->count, grain_of(w, kept->count), &from, &to))
         for (int64_t i = from; i < to; i++) {
-            const float *laurel = e->work.laurel + (kept->index ? kept->index[i] : i) * hidden;
+            const float *laurel = e->work.laurel + (index ? index[i] : i) * hidden;
             float *x = kept->x + i * hidden;
             for (int64_t j = 0; j < hidden; j++) x[j] = (x[j] + laurel[j]) / root;
         }
     phase_end(w);
 }
 
-/* Returns where the streams of a row of `kept` go on. A step may ask for a row's logits twice, so each has its own place. */
-static float *streams_of(const engine *e, const stream *kept, int64_t row)
-{
-    return (kept->index ? e->work.kept_streams : e->work.streams) + row * e->model->num_streams * e->model->hidden;
-}
-
-void correct_phase(worker *w, const layer *l, const stream *kept)
+void correct_phase(worker *w, const layer *l, const stream *all, const stream *kept)
 {
     engine *e = w->engine;
     const model *m = e->model;
     const altup *a = l->altup;
-    const int64_t count = m->num_streams, hidden = m->hidden;
+    const int64_t count = m->num_streams, hidden = m->hidden, *index = rows_among(all, kept);
     int64_t from, to;
     while (claim(w, kept->count, grain_of(w, kept->count), &from, &to))
         for (int64_t row = from; row < to; row++) {
-            const float *old = e->work.streams + (kept->index ? kept->index[row] : row) * count * hidden;
+            const float *old = streams_of(e, all, index ? index[row] : row);
             float routes[MAX_STREAMS], coefficients[MAX_STREAMS], *x = kept->x + row * hidden, *out = streams_of(e, kept, row);
             find_routes(m, a, x, row_of_thread(w), routes);
             for (int n = 0; n < count; n++) coefficients[n] = coefficient(m, a->correct + n * count, routes) + 1.0f;

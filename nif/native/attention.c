@@ -110,7 +110,7 @@ static void open_rows(const attention *a, int used, row_state *state)
 
 static void start_row(const attention *a, int64_t token, int head, int last_key, row_state *state, int row)
 {
-    const float *query = a->queries + token * a->query_stride + head * a->key_dim;
+    const float *query = a->queries + (a->index ? a->index[token] : token) * a->query_stride + head * a->key_dim;
     state->last_key[row] = last_key;
     state->first_key[row] = first_key_of(a, last_key);
     if (a->cache->kind == KV_I8)

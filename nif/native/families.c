@@ -32,13 +32,48 @@ static bool may_share(const attention_entry *entry, int window)
     return entry->query_len == 1 && entry->kv_len <= window;
 }
 
-int families_find(const step *s, int group, const cache *c, int window, int most, family *out)
+int entry_of(const step *s, int64_t token)
 {
+    int low = 0, high = s->num_entries - 1;
+    while (low < high) {
+        const int middle = (low + high + 1) / 2;
+        if (s->query_starts[middle] <= token)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return low;
+}
+
+static const int32_t *table_of(const step *s, int group, int entry)
+{
+    return s->block_tables[group] + (int64_t)entry * s->table_width[group];
+}
+
+/* Returns the tokens of entry *at, and moves *at behind it. */
+static attention_entry next_entry(const step *s, int group, int64_t *at)
+{
+    const int b = (int)(*at)++, first = s->query_starts[b];
+    return (attention_entry){first, s->query_starts[b + 1] - first, s->kv_lens[b], table_of(s, group, b)};
+}
+
+/* Returns the kept rows from *at that are neighbours in one entry, and moves *at behind them. */
+static attention_entry next_rows(const step *s, int group, int64_t *at)
+{
+    const int64_t row = *at, token = s->rows[row];
+    const int b = entry_of(s, token), end = s->query_starts[b + 1];
+    int count = 1;
+    while (row + count < s->num_rows && token + count < end && s->rows[row + count] == token + count) count++;
+    *at += count;
+    return (attention_entry){row, count, s->kv_lens[b] - (int32_t)(end - token - count), table_of(s, group, b)};
+}
+
+int families_find(const step *s, bool kept, int group, const cache *c, int window, int most, family *out)
+{
+    const int64_t end = kept ? s->num_rows : s->num_entries;
     int count = 0;
-    for (int b = 0; b < s->num_entries; b++) {
-        const int first = s->query_starts[b];
-        const int32_t *table = s->block_tables[group] + (int64_t)b * s->table_width[group];
-        const attention_entry entry = {first, s->query_starts[b + 1] - first, s->kv_lens[b], table};
+    for (int64_t next = 0; next < end;) {
+        const attention_entry entry = kept ? next_rows(s, group, &next) : next_entry(s, group, &next);
         int chunks = 0, at = 0;
         for (; at < count && may_share(&entry, window); at++)
             if (may_share(&out[at].members[0], window) && out[at].count < most &&

@@ -153,6 +153,7 @@ void experts_group(const experts *, choice *, int64_t num_tokens, int64_t most);
 /* attention.c */
 typedef struct {
     const float *queries; /* [token][num_heads * key_dim] at `stride`, roped and scaled */
+    const int64_t *index; /* which row of queries a token has; NULL: its own */
     float *out; /* [token, num_heads * value_dim] */
     int64_t query_stride;
     const cache *cache;
@@ -226,7 +227,9 @@ typedef struct {
     int32_t count;
     int32_t chunks; /* chunks of keys that the members share; 0 for a single sequence */
 } family;
-/* Sorts a step's sequences into families of at most `most`, in the order of their first members. Returns how many. */
-int families_find(const step *, int group, const cache *, int window, int most, family *out);
+/* Sorts a step's sequences into families of at most `most`, in the order of their first members. Returns how many. With
+ * `kept` it sorts the rows that go on; `first_token` is then the first row. */
+int families_find(const step *, bool kept, int group, const cache *, int window, int most, family *out);
+int entry_of(const step *, int64_t token);
 
 #endif

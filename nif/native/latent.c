@@ -54,15 +54,15 @@ int64_t latent_floats(const model *m, const layer *l)
     return (int64_t)m->num_heads * larger(l->key_dim, l->latent->value_dim);
 }
 
-void latent_queries(worker *w, const layer *l)
+void latent_queries(worker *w, const layer *l, const stream *kept)
 {
     engine *e = w->engine;
     const model *m = e->model;
     const step *s = e->step;
     const latent *c = l->latent;
-    const int64_t pitch = mixed_pitch(m, l), heads = m->num_heads, size = c->plain + c->rotated, count = s->num_tokens;
+    const int64_t pitch = mixed_pitch(m, l), heads = m->num_heads, size = c->plain + c->rotated, count = kept->count;
     int64_t from, to;
-    while (claim(w, count, grain_of(w, count), &from, &to))
+    while (claim(w, s->num_tokens, grain_of(w, s->num_tokens), &from, &to))
         for (int64_t t = from; t < to; t++) {
             float *row = e->work.qkv + t * pitch, *key = row + pitch - l->key_dim;
             if (c->query_rank) norm_rms(c->query_norm.weight, c->eps, c->query_rank, row);
@@ -71,19 +71,20 @@ void latent_queries(worker *w, const layer *l)
             kv_write(&e->caches[l->group], l, 0, s->slots[l->group][t], key, key + c->rotated);
         }
     phase_end(w);
-    head_rows queries = {e->work.qkv, pitch, size, c->plain, NULL};
+    if (!count) return;
+    head_rows queries = {e->work.qkv, pitch, size, c->plain, kept->index};
     if (c->query_rank) {
-        prepare_phase(w, &c->queries, count, &(source){e->work.qkv, c->query_rank, NULL, &no_norm, NULL, pitch});
+        prepare_phase(w, &c->queries, count, &(source){e->work.qkv, c->query_rank, kept->index, &no_norm, NULL, pitch});
         linear_phase(w, &c->queries, count, STORE, e->work.attended, heads * size);
-        queries.x = e->work.attended, queries.pitch = heads * size;
+        queries = (head_rows){e->work.attended, heads * size, size, c->plain};
     }
     heads_phases(w, c->meet, count, &queries, e->work.heads + c->rotated, heads * l->key_dim, l->key_dim);
     while (claim(w, count * heads, grain_of(w, count * heads), &from, &to))
         for (int64_t unit = from; unit < to; unit++) {
-            const int64_t t = unit / heads, h = unit % heads;
+            const int64_t i = unit / heads, h = unit % heads, row = queries.index ? queries.index[i] : i;
             float *head = e->work.heads + unit * l->key_dim;
-            memcpy(head, queries.x + t * queries.pitch + h * size + c->plain, sizeof(float) * (size_t)c->rotated);
-            rope(m, l, s, head, &no_norm, s->positions[t], m->score_scale);
+            memcpy(head, queries.x + row * queries.pitch + h * size + c->plain, sizeof(float) * (size_t)c->rotated);
+            rope(m, l, s, head, &no_norm, s->positions[kept->index ? kept->index[i] : i], m->score_scale);
         }
     phase_end(w);
 }
@@ -92,6 +93,6 @@ void latent_values(worker *w, const layer *l, const stream *kept)
 {
     engine *e = w->engine;
     const int64_t rank = l->value_dim, size = l->latent->value_dim, heads = e->model->num_heads;
-    const head_rows latents = {e->work.attended, heads * rank, rank, rank, kept->index};
+    const head_rows latents = {e->work.attended, heads * rank, rank, rank};
     heads_phases(w, l->latent->give, kept->count, &latents, e->work.heads, heads * size, size);
 }

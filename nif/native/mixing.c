@@ -20,15 +20,15 @@ int64_t state_width(const recurrence *r) { return (int64_t)r->heads * r->value_d
 
 int64_t state_pitch(const recurrence *r) { return recurrence_kept(r) + state_width(r); }
 
-static void rope_and_cache_phase(worker *w, const layer *l)
+static void rope_and_cache_phase(worker *w, const layer *l, const stream *all)
 {
     engine *e = w->engine;
     const model *m = e->model;
     const int D = l->key_dim, heads = l->num_kv_heads, per_head = m->num_heads / heads;
-    int64_t from, to, pitch = mixed_pitch(m, l), count = (int64_t)e->step->num_tokens * heads;
+    int64_t from, to, pitch = mixed_pitch(m, l), count = all->count * heads;
     while (claim(w, count, grain_of(w, count), &from, &to)) {
         for (int64_t unit = from; unit < to; unit++) {
-            int64_t t = unit / heads, position = e->step->positions[t];
+            int64_t t = unit / heads, position = e->step->positions[all->index ? all->index[t] : t];
             int head = (int)(unit % heads);
             float *row = e->work.qkv + t * pitch;
             for (int h = head * per_head; h < (head + 1) * per_head; h++) {
@@ -48,17 +48,17 @@ static void rope_and_cache_phase(worker *w, const layer *l)
 }
 
 /* Norms all heads' queries as one row, and all heads' keys likewise. */
-static void whole_norm_phase(worker *w, const layer *l)
+static void whole_norm_phase(worker *w, const layer *l, const stream *all)
 {
     engine *e = w->engine;
     const model *m = e->model;
     const int64_t queries = (int64_t)m->num_heads * l->key_dim, keys = (int64_t)l->num_kv_heads * l->key_dim;
-    int64_t from, to, count = e->step->num_tokens;
+    int64_t from, to, count = all->count;
     while (claim(w, count, grain_of(w, count), &from, &to))
         for (int64_t t = from; t < to; t++) {
             float *row = e->work.qkv + t * mixed_pitch(m, l);
             norm_row(m, &l->q_norm, row, queries, row);
-            norm_row(m, &l->k_norm, row + queries, keys, row + queries);
+            if (!l->shares) norm_row(m, &l->k_norm, row + queries, keys, row + queries);
         }
     phase_end(w);
 }
@@ -70,12 +70,14 @@ static int family_tiles(const family *f, int per_head)
     return f->chunks ? 1 : attention_tiles(f->members[0].query_len, per_head);
 }
 
-static void attention_phase(worker *w, const layer *l)
+/* Attends with the rows of `kept`; their queries are rows of `all`. */
+static void attention_phase(worker *w, const layer *l, const stream *all, const stream *kept)
 {
     engine *e = w->engine;
     const model *m = e->model;
     attention a = {.queries = l->latent ? e->work.heads : e->work.qkv,
                    .out = e->work.attended,
+                   .index = l->latent ? NULL : rows_among(all, kept),
                    .query_stride = l->latent ? (int64_t)m->num_heads * l->key_dim : mixed_pitch(m, l),
                    .cache = &e->caches[l->group],
                    .sinks = l->sinks,
@@ -87,22 +89,22 @@ static void attention_phase(worker *w, const layer *l)
                    .value_dim = l->value_dim,
                    .window = l->window,
                    .sink_tokens = l->sink_tokens};
-    const int per_head = m->num_heads / l->num_kv_heads, families = e->work.num_families[l->group];
-    const family *all = e->work.families[l->group];
+    const int per_head = m->num_heads / l->num_kv_heads, families = kept->families->counts[l->group];
+    const family *first = kept->families->lists[l->group];
     int64_t tiles = 0, from, to;
-    for (int i = 0; i < families; i++) tiles += family_tiles(&all[i], per_head);
+    for (int i = 0; i < families; i++) tiles += family_tiles(&first[i], per_head);
     /* KV head outermost: families that share a prefix read its blocks one after another, out of L2. */
     int64_t count = tiles * l->num_kv_heads;
     while (claim(w, count, grain_of(w, count), &from, &to)) {
         int64_t tile = from % tiles;
         int i = 0;
-        for (; tile >= family_tiles(&all[i], per_head); i++) tile -= family_tiles(&all[i], per_head);
+        for (; tile >= family_tiles(&first[i], per_head); i++) tile -= family_tiles(&first[i], per_head);
         for (int64_t unit = from; unit < to; unit++) {
-            const family *now = &all[i];
+            const family *now = &first[i];
             const int at = (int)tile, head = (int)(unit / tiles);
             if (++tile == family_tiles(now, per_head)) tile = 0, i = (i + 1) % families;
-            if (unit + 1 < to && family_tiles(&all[i], per_head) == 1)
-                attention_fetch(&a, &all[i].members[0], (int)((unit + 1) / tiles), 0);
+            if (unit + 1 < to && family_tiles(&first[i], per_head) == 1)
+                attention_fetch(&a, &first[i].members[0], (int)((unit + 1) / tiles), 0);
             if (now->chunks)
                 attention_together(&a, now->members, now->count, now->chunks, head);
             else
@@ -114,20 +116,7 @@ static void attention_phase(worker *w, const layer *l)
 
 /* Convolutions */
 
-static int entry_of(const step *s, int64_t token)
-{
-    int low = 0, high = s->num_entries - 1;
-    while (low < high) {
-        const int middle = (low + high + 1) / 2;
-        if (s->query_starts[middle] <= token)
-            low = middle;
-        else
-            high = middle - 1;
-    }
-    return low;
-}
-
-static void convolution_phases(worker *w, const layer *l)
+static void convolution_phases(worker *w, const layer *l, const stream *kept)
 {
     engine *e = w->engine;
     const step *s = e->step;
@@ -138,10 +127,11 @@ static void convolution_phases(worker *w, const layer *l)
         for (int64_t t = from; t < to; t++)
             convolution_write(c, l->index_in_group, hidden, s->slots[l->group][t], e->work.qkv + t * pitch);
     phase_end(w);
-    while (claim(w, count, grain_of(w, count), &from, &to))
-        for (int64_t t = from; t < to; t++) {
+    while (claim(w, kept->count, grain_of(w, kept->count), &from, &to))
+        for (int64_t i = from; i < to; i++) {
+            const int64_t t = kept->index ? kept->index[i] : i;
             const int32_t *table = s->block_tables[l->group] + (int64_t)entry_of(s, t) * s->table_width[l->group];
-            convolution_row(c, l, hidden, table, s->positions[t], e->work.qkv + t * pitch, e->work.attended + t * hidden);
+            convolution_row(c, l, hidden, table, s->positions[t], e->work.qkv + t * pitch, e->work.attended + i * hidden);
         }
     phase_end(w);
 }
@@ -171,19 +161,21 @@ static void recurrence_phases(worker *w, const recurrence *r)
 }
 
 /* Multiplies attention's output by the sigmoid of the gates, which follow the values in a row of qkv. */
-static void gate_phase(worker *w, const layer *l)
+static void gate_phase(worker *w, const layer *l, const stream *all, const stream *kept)
 {
     engine *e = w->engine;
     const model *m = e->model;
-    const int64_t pitch = mixed_pitch(m, l), width = mixed_width(m, l), count = e->step->num_tokens;
+    const int64_t pitch = mixed_pitch(m, l), width = mixed_width(m, l), count = kept->count;
+    const int64_t *index = rows_among(all, kept);
     int64_t from, to;
     while (claim(w, count, grain_of(w, count), &from, &to))
-        for (int64_t t = from; t < to; t++) {
-            const float *gates = e->work.qkv + (t + 1) * pitch - (int64_t)m->num_heads * m->head_gates;
+        for (int64_t i = from; i < to; i++) {
+            const int64_t row = index ? index[i] : i;
+            const float *gates = e->work.qkv + (row + 1) * pitch - (int64_t)m->num_heads * m->head_gates;
             if (m->head_gates == 1)
-                multiply_heads(gates, m->num_heads, l->value_dim, e->work.attended + t * width);
+                multiply_heads(gates, m->num_heads, l->value_dim, e->work.attended + i * width);
             else
-                multiply_sigmoid(gates, width, e->work.attended + t * width);
+                multiply_sigmoid(gates, width, e->work.attended + i * width);
         }
     phase_end(w);
 }
@@ -213,17 +205,17 @@ void attend(worker *w, const layer *l, const stream *all, const stream *kept)
     layer_phase(w, l, LORA_QKV, &l->qkv, all->x, m->hidden, NULL, all->count, &l->attention_norm);
     linear_phase(w, &l->qkv, all->count, STORE, e->work.qkv, mixed_pitch(m, l));
     if (l->taps) {
-        convolution_phases(w, l);
+        convolution_phases(w, l, kept);
     } else if (l->latent) {
-        latent_queries(w, l);
+        latent_queries(w, l, kept);
     } else {
-        if (m->qk_norm == QK_WHOLE) whole_norm_phase(w, l);
-        rope_and_cache_phase(w, l);
+        if (m->qk_norm == QK_WHOLE) whole_norm_phase(w, l, all);
+        rope_and_cache_phase(w, l, all);
     }
     if (!kept->count) return;
-    if (kept->index) keep_phase(w);
-    if (!l->taps) attention_phase(w, l);
-    if (!l->taps && m->head_gates) gate_phase(w, l);
+    if (rows_among(all, kept)) keep_phase(w);
+    if (!l->taps) attention_phase(w, l, all, kept);
+    if (!l->taps && m->head_gates) gate_phase(w, l, all, kept);
     const bool at_once = !m->parallel && !l->recurrence && added_at_once(m, &l->attention_post, 1.0f);
     const bool adds = at_once || l->recurrence;
     w->rows = kept->adapted;
@@ -232,7 +224,7 @@ void attend(worker *w, const layer *l, const stream *all, const stream *kept)
         const int64_t size = (int64_t)m->num_heads * l->latent->value_dim;
         layer_phase(w, l, LORA_OUT, &l->out, e->work.heads, size, NULL, kept->count, &no_norm);
     } else {
-        layer_phase(w, l, LORA_OUT, &l->out, e->work.attended, mixed_width(m, l), kept->index, kept->count, &no_norm);
+        layer_phase(w, l, LORA_OUT, &l->out, e->work.attended, mixed_width(m, l), NULL, kept->count, &no_norm);
     }
     linear_phase(w, &l->out, kept->count, adds ? ADD : STORE, at_once ? kept->x : e->work.branch, m->hidden);
     if (!at_once && !m->parallel) join_phase(w, &l->attention_post, 1.0f, kept->x, kept->count);

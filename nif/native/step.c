@@ -132,6 +132,14 @@ static void head_phase(worker *w, const linear *l, int64_t count)
     }
 }
 
+/* Returns the last layer that writes keys or states; 0 if none does. */
+static int last_writer(const model *m)
+{
+    int i = m->num_layers - 1;
+    while (i > 0 && !m->layers[i].recurrence && (!m->layers[i].qkv.n || m->layers[i].shares)) i--;
+    return i;
+}
+
 static void run(void *argument, int thread)
 {
     engine *e = argument;
@@ -139,37 +147,37 @@ static void run(void *argument, int thread)
     const step *s = e->step;
     workspace *work = &e->work;
     const bool adapts = s->num_adapters;
-    const stream all = {work->x, NULL, s->num_tokens, adapts ? &work->lora_tokens : NULL};
-    const stream wanted = {work->kept, s->rows, s->num_rows, adapts ? &work->lora_kept : NULL};
-    worker w = {.engine = e, .thread = thread, .rows = all.adapted, .place = -1};
+    const stream tokens = {work->x, NULL, s->num_tokens, adapts ? &work->lora_tokens : NULL, &work->families};
+    const stream rows = {work->kept, s->rows, s->num_rows, adapts ? &work->lora_kept : NULL, &work->kept_families};
+    worker w = {.engine = e, .thread = thread, .rows = tokens.adapted, .place = -1};
     if (m->pair)
         pair_phases(&w, m->pair);
     else
         embed_phase(&w);
-    if (m->layer_width) inputs_phases(&w, all.count);
+    if (m->layer_width) inputs_phases(&w, tokens.count);
     if (m->num_streams) streams_phases(&w);
+    const int last = last_writer(m); /* after the last keys and states, only the rows that are asked for go on */
     for (int i = 0; i < m->num_layers; i++) {
         const layer *l = &m->layers[i];
-        const stream *kept = i == m->num_layers - 1 ? &wanted : &all; /* after the last cache write, only the wanted rows go on */
-        if (l->altup) predict_phases(&w, l);
-        if (l->recurrence) recur(&w, l, &all, kept);
-        if (l->qkv.n) attend(&w, l, &all, kept);
+        const stream *all = i <= last ? &tokens : &rows, *kept = i < last ? &tokens : &rows;
+        if (l->altup) predict_phases(&w, l, all);
+        if (l->recurrence) recur(&w, l, all, kept);
+        if (l->qkv.n) attend(&w, l, all, kept);
         if (!kept->count) return;
         w.rows = kept->adapted;
-        if (kept->index && !l->recurrence && !l->qkv.n) keep_phase(&w);
-        if (l->altup) laurel_phase(&w, kept);
+        if (l->altup) laurel_phase(&w, all, kept);
         if (l->experts || l->down.n) mlp_phases(&w, l, kept->x, kept->count);
         if (m->parallel) join_phase(&w, &l->attention_post, 1.0f, kept->x, kept->count);
-        if (l->altup) correct_phase(&w, l, kept);
+        if (l->altup) correct_phase(&w, l, all, kept);
         if (m->layer_width) input_phases(&w, l, kept);
     }
-    if (m->num_streams) merge_phases(&w, &wanted);
-    if (s->states_out) states_phases(&w, &wanted);
+    if (m->num_streams) merge_phases(&w, &rows);
+    if (s->states_out) states_phases(&w, &rows);
     if (m->clusters) {
-        clusters_phases(&w, &wanted, &m->final_norm);
+        clusters_phases(&w, &rows, &m->final_norm);
         return;
     }
-    prepare_phase(&w, &m->head, s->num_logit_rows, &(source){wanted.x, m->hidden, NULL, &m->final_norm, NULL});
+    prepare_phase(&w, &m->head, s->num_logit_rows, &(source){rows.x, m->hidden, NULL, &m->final_norm, NULL});
     head_phase(&w, &m->head, s->num_logit_rows);
 }
 
@@ -196,7 +204,9 @@ static void find_families(engine *e)
         const int64_t heads = first[g]->num_kv_heads, rows = heads ? MAX_ROWS / (m->num_heads / heads) : 1;
         const int64_t share = threads == 1 ? entries : entries * heads / (UNITS_PER_THREAD * threads);
         const int64_t most = smaller(smaller(rows, MAX_FAMILY), share);
-        e->work.num_families[g] = families_find(e->step, g, &e->caches[g], first[g]->window, (int)most, e->work.families[g]);
+        families *all = &e->work.families, *kept = &e->work.kept_families;
+        all->counts[g] = families_find(e->step, false, g, &e->caches[g], first[g]->window, (int)most, all->lists[g]);
+        kept->counts[g] = families_find(e->step, true, g, &e->caches[g], first[g]->window, (int)most, kept->lists[g]);
     }
 }
 

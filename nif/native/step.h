@@ -12,6 +12,12 @@
 #define PANEL (PANEL_TILES * MAX_ROWS)
 #define FACTOR_BYTES ((int64_t)sizeof(digit_factors)) /* the most bytes of a group's factors */
 
+/* The families of each layer group; see families_find. */
+typedef struct {
+    family *lists[MAX_GROUPS];
+    int counts[MAX_GROUPS];
+} families;
+
 typedef struct {
     float *x, *qkv, *attended, *activated, *kept; /* kept: the rows whose logits are needed */
     float *heads; /* of latent attention: the queries of all heads, later their values */
@@ -34,8 +40,7 @@ typedef struct {
     float *adapted; /* with adapters: a linear's rows as floats, if no other buffer has them */
     lora_step lora;
     lora_rows lora_tokens, lora_kept; /* all rows; the rows whose logits are needed */
-    family *families[MAX_GROUPS]; /* of each layer group; see families_find */
-    int num_families[MAX_GROUPS];
+    families families, kept_families; /* of all tokens; of the rows that go on */
 } workspace;
 
 /* Claims of units: how many were made, and how many are done. */
@@ -84,13 +89,17 @@ typedef struct {
     lane_maxima *maxima; /* or NULL */
 } target;
 
-/* The rows that a phase writes: all tokens of the step, or only the rows whose logits are needed. */
+/* The rows that a phase reads or writes: all tokens of the step, or the kept ones, which go on after the last keys. */
 typedef struct {
     float *x;
     const int64_t *index; /* their tokens; NULL: all */
     int64_t count;
     const lora_rows *adapted;
+    const families *families;
 } stream;
+
+/* Returns which rows of `all` those of `kept` are; NULL: the same. */
+static inline const int64_t *rows_among(const stream *all, const stream *kept) { return all == kept ? NULL : kept->index; }
 
 /* phases.c */
 /* Claims [*from, *to) of `count` units; false when none are left. What was claimed before is done. */
@@ -114,7 +123,7 @@ void linear_phase(worker *, const linear *, int64_t count, enum finish, float *o
 /* x = scale * (x + residual_scale * norm(branch)); `branch` is overwritten. */
 void join_row(const model *, const norm *, float scale, float *branch, float *x);
 void join_phase(worker *, const norm *, float scale, float *x, int64_t count);
-void keep_phase(worker *); /* copies the rows whose logits are needed */
+void keep_phase(worker *); /* copies the rows that go on */
 /* Whether a part's output can be added to x without a further step. */
 static inline bool added_at_once(const model *m, const norm *post, float scale)
 {
@@ -131,7 +140,7 @@ void recur(worker *, const layer *, const stream *all, const stream *kept);
 void attend(worker *, const layer *, const stream *all, const stream *kept);
 
 /* latent.c */
-void latent_queries(worker *, const layer *); /* from `qkv` to `heads`; also writes the cache */
+void latent_queries(worker *, const layer *, const stream *kept); /* writes the cache; from `qkv` to `heads` */
 void latent_values(worker *, const layer *, const stream *kept); /* from `attended` to `heads` */
 int64_t latent_floats(const model *, const layer *); /* of a token in `heads` */
 int64_t latent_k(const model *, const latent *); /* inputs of all heads' linears together */
@@ -144,9 +153,9 @@ void clusters_phases(worker *, const stream *kept, const norm *); /* the logits 
 
 /* altup.c */
 void streams_phases(worker *); /* makes the streams of the embeddings */
-void predict_phases(worker *, const layer *); /* predicts all streams; x becomes the active one */
-void laurel_phase(worker *, const stream *kept); /* adds LAuReL to x after attention */
-void correct_phase(worker *, const layer *, const stream *kept); /* corrects all streams; x becomes the active one, scaled */
+void predict_phases(worker *, const layer *, const stream *); /* predicts all streams; x becomes the active one */
+void laurel_phase(worker *, const stream *all, const stream *kept); /* adds LAuReL to x after attention */
+void correct_phase(worker *, const layer *, const stream *all, const stream *kept); /* corrects all; x becomes the active one, scaled */
 void others_phase(worker *, const layer *, const stream *kept); /* adds the norm of `branch` to all streams but the first */
 void merge_phases(worker *, const stream *kept); /* x becomes the mean of all streams */
 

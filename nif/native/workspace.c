@@ -64,8 +64,8 @@ static int64_t lay_out(const model *m, const step *s, int threads, uint8_t *memo
         gates = larger(l->sparse ? 2 * (int64_t)l->intermediate : 0, gates);
     }
     w->x = take(&to, T * m->hidden, sizeof(float));
-    w->qkv = take(&to, T * pitch, sizeof(float));
-    w->attended = take(&to, T * width, sizeof(float));
+    w->qkv = take(&to, count * pitch, sizeof(float));
+    w->attended = take(&to, count * width, sizeof(float));
     w->heads = take(&to, count * heads, sizeof(float));
     w->kept = take(&to, R * m->hidden, sizeof(float));
     w->pairs = take(&to, m->pair ? 2 * T * m->pair->embedding.width : 0, sizeof(float));
@@ -73,7 +73,7 @@ static int64_t lay_out(const model *m, const step *s, int threads, uint8_t *memo
     w->inputs = take(&to, T * m->layer_embedding.width, sizeof(float));
     w->streams = take(&to, T * m->num_streams * m->hidden, sizeof(float));
     w->kept_streams = take(&to, R * m->num_streams * m->hidden, sizeof(float));
-    w->laurel = take(&to, m->num_streams ? T * m->hidden : 0, sizeof(float));
+    w->laurel = take(&to, m->num_streams ? count * m->hidden : 0, sizeof(float));
     w->gates = take(&to, count * gates, sizeof(float));
     w->scratch_size = scratch_floats(m);
     w->scratch = take(&to, threads * w->scratch_size, sizeof(float));
@@ -111,7 +111,10 @@ static int64_t lay_out(const model *m, const step *s, int threads, uint8_t *memo
     w->lora_kept.order = take(&to, adapters ? R : 0, sizeof(int32_t));
     w->lora_kept.groups = take(&to, adapters, sizeof(lora_group));
 
-    for (int g = 0; g < m->num_groups; g++) w->families[g] = take(&to, s->num_entries, sizeof(family));
+    for (int g = 0; g < m->num_groups; g++) {
+        w->families.lists[g] = take(&to, s->num_entries, sizeof(family));
+        w->kept_families.lists[g] = take(&to, R, sizeof(family));
+    }
     return to.bytes;
 }
 

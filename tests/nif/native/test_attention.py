@@ -36,6 +36,7 @@ class Attention(ctypes.Structure):
 
     _fields_ = (
         ("queries", c_void_p),
+        ("index", c_void_p),
         ("out", c_void_p),
         ("query_stride", c_int64),
         ("cache", c_void_p),

@@ -39,7 +39,7 @@ def families(
     step.table_width[0] = padded.shape[1]
     cache = Cache(block_size=BLOCK, padded_keys=BLOCK)
     out = (Family * entries)()
-    found = native_library().families_find(ctypes.byref(step), 0, ctypes.byref(cache), window, most, out)
+    found = native_library().families_find(ctypes.byref(step), False, 0, ctypes.byref(cache), window, most, out)
     by_token = {int(start): row for row, start in enumerate(starts[:-1])}
     return [
         ([by_token[member.first_token] for member in family.members[: family.count]], family.chunks)
