@@ -88,8 +88,8 @@ class Pool:
         self.tables[2, :SHARED] = self.tables[0, :SHARED]
         self.past[2] = SHARED * BLOCK
 
-    def step(self, parts: Sequence[tuple[int, Sequence[int]]]) -> list[np.ndarray]:
-        """Evaluates these tokens of these sequences; the logits of each part's last."""
+    def step(self, parts: Sequence[tuple[int, Sequence[int]]], rows: Sequence[int] | None = None) -> list[np.ndarray]:
+        """Evaluate these tokens of these sequences; return the logits of these rows, or of each part's last one."""
         at = [np.arange(self.past[s], self.past[s] + len(tokens)) for s, tokens in parts]
         slots = [
             self.tables[s][p // BLOCK].astype(np.int64) * BLOCK + p % BLOCK for (s, _), p in zip(parts, at, strict=True)
@@ -108,7 +108,7 @@ class Pool:
                 kv_lens=np.array(kv_lens, np.int32),
                 slots=(np.concatenate(slots),) * groups,
                 block_tables=(self.tables[[s for s, _ in parts]],) * groups,
-                logit_rows=ends - 1,
+                logit_rows=ends - 1 if rows is None else np.array(rows, np.int64),
                 max_query_len=max(lengths),
                 max_kv_len=max(kv_lens),
             )
@@ -148,6 +148,29 @@ def mixed(weights: ModelWeights) -> list[np.ndarray]:
             row.append(logits)
     pool.runner.close()
     return [np.stack(row[:NEW]) for row in rows]
+
+
+def with_rows(weights: ModelWeights, rows: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The logits of these rows of a step that has 13, and those of the sequences' next tokens."""
+    first, second, third = prompts()
+    pool = Pool(weights, n_threads=1)
+    pool.step([(0, first[:64])])
+    pool.share()
+    logits = pool.step([(2, third[64:67]), (1, second), (0, first[64:65])], rows)
+    after = pool.step([(0, first[65:66]), (1, [5]), (2, third[67:68])])
+    pool.runner.close()
+    return logits, after
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_that_nobody_asks_for_change_nothing(described: Callable[[str, str], Any], name: str) -> None:
+    """Their keys and states are written all the same; the other rows may come in any order, and twice."""
+    weights = ModelWeights(described(name, "float32"))
+    everything, after = with_rows(weights, range(13))
+    for rows in ([12, 5, 0, 1, 2, 5], [7, 8, 2], []):
+        logits, then = with_rows(weights, rows)
+        assert len(logits) == len(rows) and all(map(np.array_equal, logits, [everything[row] for row in rows]))
+        assert all(map(np.array_equal, then, after))
 
 
 def test_every_architecture_is_tried(models: ModuleType) -> None:
