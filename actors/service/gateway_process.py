@@ -60,7 +60,7 @@ from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.served_models import ServedModels
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import OptionError
-from genbatch.nif.models.model_names import check_source, written_path
+from genbatch.nif.models.model_names import check_sources, written_path
 from genbatch.proto.service_messages import DrainRequest
 
 if TYPE_CHECKING:  # needs an extra
@@ -287,9 +287,7 @@ def check_start(
         KeyFileError: a file of keys is missing, faulty or exposed.
     """
     check_listeners(options)  # first: exposure to strangers is the most important error
-    check_source(engine.model_path)
-    if engine.chat_template and not written_path(engine.chat_template).is_file():
-        raise OptionError("chat_template", f"there is no file {engine.chat_template}")
+    check_sources(engine)
     if batcher.record is not None:
         _check_record(written_path(batcher.record).absolute())
     if isinstance(batcher.scheduler, str):

@@ -21,7 +21,7 @@ from genbatch.actors.gateways.addresses import default_address, is_listening
 from genbatch.clients.cli.command import UsageError
 from genbatch.clients.cli.option_flags import DEFAULT_MODEL, ModelFlags
 from genbatch.clients.interface import Client, Stream
-from genbatch.nif.models.model_names import check_source
+from genbatch.nif.models.model_names import check_sources
 from genbatch.proto.messages import GenerateRequest
 
 if TYPE_CHECKING:
@@ -206,8 +206,7 @@ async def open_client(
             return
         if connection.client_key is not None or connection.server_key is not None:
             raise UsageError("client_key: a private service uses none; name the service with --connect")
-        options = engine.options(connection.private_model)
-        check_source(options.model_path)
+        check_sources(engine.options(connection.private_model))
         with LoadingBars() as bars:
             await import_engine(bars)
             from genbatch.clients.in_process import open_batcher

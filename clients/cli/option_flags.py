@@ -230,7 +230,7 @@ class ModelFlags(OptionFlags):
 
     names = (
         *("served_model_name", "chat_template", "dtype", "n_gpu_layers", "runner", "quantize", "pooling", "n_threads"),
-        *("tensor_parallel", "n_ctx"),
+        *("tensor_parallel", "n_ctx", "draft"),
     )
 
     def options(self, model: str) -> EngineOptions:

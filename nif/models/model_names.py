@@ -5,7 +5,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from genbatch.nif.errors import ModelError
+from genbatch.nif.engine_options import OWN_DRAFT, EngineOptions
+from genbatch.nif.errors import ModelError, OptionError
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,23 @@ def check_source(source: str) -> None:
         raise ModelError(source, f"no such file or directory, and no name among {known_names()}")
     elif near := difflib.get_close_matches(source.lower(), NAMED_MODELS, n=1, cutoff=_ALIKE):
         raise ModelError(source, f"there is no such name; did you mean {near[0]}?")
+
+
+def check_sources(options: EngineOptions) -> None:
+    """Refuse options that name a model, a draft model or a chat template that cannot be there; asks no network.
+
+    Raises:
+        ModelError: as in `check_source`.
+        OptionError: the same of the draft model, or there is no file of the chat template.
+    """
+    check_source(options.model_path)
+    if options.draft not in ("", OWN_DRAFT):
+        try:
+            check_source(options.draft)
+        except ModelError as error:
+            raise OptionError("draft", str(error)) from error
+    if options.chat_template and not written_path(options.chat_template).is_file():
+        raise OptionError("chat_template", f"there is no file {options.chat_template}")
 
 
 def check_directory(source: str, directory: Path) -> None:
