@@ -1,4 +1,4 @@
-"""/v1/messages: Anthropic's API, over the same requests: read, answered whole, answered as events, counted."""
+"""/v1/messages, Anthropic's API: read its bodies, count their tokens, and write whole answers and events."""
 
 import json
 import secrets
@@ -16,13 +16,14 @@ from genbatch.actors.gateways.http.bodies import (
     ThinkingParams,
     build_request,
     describe,
+    parsed_arguments,
     set_fields,
     to_json,
 )
 from genbatch.proto.errors import GenbatchError, InvalidRequest
 from genbatch.proto.messages import Result, Token, Usage
 
-# No chat template has a place for it.
+# Stands in front of a tool's error, since chat templates have no field for errors.
 _ERROR = "Error: "
 _BLOCK_FIELDS = {
     "tool_use": ("type", "id", "name", "input"),
@@ -271,10 +272,7 @@ class MessageAnswer:
         if result.text or not (result.tool_calls or result.reasoning):
             content.append({"type": "text", "text": result.text})
         for call in result.tool_calls:
-            try:
-                arguments = json.loads(call.arguments)
-            except ValueError:  # cut short, or no JSON: the caller gets the text as it is
-                arguments = {"_invalid": call.arguments}
+            arguments = parsed_arguments(call.arguments)
             content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": arguments})
         return self._head(content, result.usage) | _stop(result)
 

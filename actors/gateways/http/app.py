@@ -119,12 +119,14 @@ def describe_api(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
     for endpoint in endpoints:
         operation: dict[str, Any] = {
             "summary": endpoint.summary,
-            "responses": {"200": {"description": "as the API that the path is of has it"}},
+            "responses": {"200": {"description": "The answer, in the shape of the path's API."}},
         }
         if endpoint.body is not None:
             schema = {"$ref": _SCHEMAS.format(name=endpoint.body.__name__)}
             operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
-            operation["responses"]["400"] = {"description": "{error: {message, type, param, code}}: param is at fault"}
+            operation["responses"]["400"] = {
+                "description": "{error: {message, type, param, code}}: `param` is at fault."
+            }
         names = re.findall(r"{(\w+)}", endpoint.shown)
         if names:
             operation["parameters"] = [
@@ -656,5 +658,5 @@ async def _not_routed(request: Request, error: Exception) -> Response:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    # Its text may tell a client more than it should know; the server logs it.
+    # The error's text may reveal internals, so only the server's log has it.
     return api_response(EngineError("the service failed at this request"), request.url.path)

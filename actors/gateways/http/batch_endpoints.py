@@ -17,8 +17,8 @@ from genbatch.actors.gateways.http.bodies import JSON, Refusal, decode_json
 from genbatch.proto.errors import InvalidRequest
 from genbatch.proto.validation import check_type
 
+# Seconds in which a batch must end, by OpenAI's name.
 WINDOWS = {"24h": 24 * 3600}
-"""Seconds in which a batch must end, by OpenAI's name."""
 MAX_LISTED = 100
 
 
@@ -28,8 +28,8 @@ class BatchFields(msgspec.Struct, frozen=True):
     Args:
         input_file_id: an uploaded file of requests, one a line.
         endpoint: the endpoint of all these requests, such as /v1/chat/completions.
-        completion_window: "24h": a request without an answer by then gets none.
-        metadata: is kept with the batch.
+        completion_window: "24h"; a request without an answer by then gets none.
+        metadata: labels that are kept with the batch.
     """
 
     input_file_id: str

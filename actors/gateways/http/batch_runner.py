@@ -1,8 +1,8 @@
 """BatchRunner: evaluates the requests of stored batches where live traffic leaves room.
 
-One batch at a time, the oldest first. Its requests go through the same endpoints as those of the network, without a
-socket (`post`). They have the lowest priority, and run only while no request waits and a sequence is free beside one
-that is kept for newcomers.
+It runs one batch at a time, the oldest first. The requests go through the same endpoints as those of the network,
+without a socket (`post`). They have the lowest priority. They run only while no request waits, and leave one slot free
+for new requests.
 """
 
 import json
@@ -68,14 +68,14 @@ async def post(app: ASGIApp, path: str, body: bytes, state: dict[str, Any]) -> t
     return status, bytes(answer)
 
 
+# The endpoints that a batch may name.
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
-"""The endpoints that a batch may name."""
+# Seconds between two checks for free slots.
 POLL_S = 0.2
-"""Seconds between two checks for free slots."""
+# Seconds after which a request that was refused for a passing reason is sent again.
 RETRY_S = 1.0
-"""Seconds until a request that was refused for a passing reason is tried again."""
+# The most faulty lines that a batch names.
 MAX_ERRORS = 100
-"""Faulty lines that a batch names."""
 _PASSING = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 
 
@@ -100,7 +100,7 @@ def fault_of(line: BatchLine, urls: Sequence[str]) -> LineFault | None:
     """Return the fault of a line by itself; None for none.
 
     Args:
-        urls: what it may ask.
+        urls: the endpoints that the line may name.
     """
     if line.method != "POST":
         return LineFault("invalid_method", f"{line.method[:16]!r} is not POST", "method")
@@ -115,12 +115,11 @@ class BatchRunner:
     """Evaluates batches; `run` is a task of the gateway.
 
     Args:
-        store: where they are.
-        calls: tell whether there is room.
+        store: keeps the batches.
+        calls: call the service for its free slots.
 
     Attributes:
-        store: as given.
-        app: the endpoints, behind what asks callers who they are; to be set before `run`.
+        app: the endpoints without access control; set it before `run`.
     """
 
     app: ASGIApp
@@ -135,7 +134,7 @@ class BatchRunner:
         self._scope = trio.CancelScope()
 
     def stop(self) -> None:
-        """Stop evaluating and give the directory back; open batches stay open for the next service."""
+        """Stop evaluating, and unlock the directory; open batches stay open for the next service."""
         self._scope.cancel()
         self.store.close()
 
@@ -144,7 +143,7 @@ class BatchRunner:
         self._changed.set()
 
     async def cancel(self, owner: str, batch_id: str) -> Batch:
-        """Cancel a batch and free its requests under way; return its state.
+        """Cancel a batch and its running requests; return its state.
 
         Raises:
             Refusal: there is no such batch, or it has ended.
@@ -168,7 +167,7 @@ class BatchRunner:
     async def run(self) -> None:
         """Evaluate stored and new batches until `stop`."""
         with self._scope:
-            while not self.store.acquire():  # noqa: ASYNC110 - a lock of files tells nobody that it is free
+            while not self.store.acquire():  # noqa: ASYNC110 - a file lock gives no notice when it becomes free
                 await trio.sleep(POLL_S)
             await self._run_all()
 

@@ -1,12 +1,12 @@
 """BatchStore: uploaded files and batches, in a directory that outlives the service.
 
-    DIR/files/file-ID          what was uploaded, or the answers of a batch
+    DIR/files/file-ID          an uploaded file, or the answers of a batch
     DIR/files/file-ID.json     its name, purpose and owner
     DIR/batches/batch_ID.json  a batch's state, written anew at each change
 
-A batch's answers are appended line by line, so a service that starts again goes on behind the last whole line.
+A batch's answers are appended line by line, so a restarted service continues after the last whole line.
 
-The methods read and write files. On the event loop they are called by `BatchStore.run`, which has a thread for them.
+The methods read and write files. The event loop calls them by `BatchStore.run`, which uses a thread.
 """
 
 import errno
@@ -30,18 +30,18 @@ from genbatch.actors.gateways.http.bodies import Refusal
 from genbatch.nif.errors import OptionError
 from genbatch.proto.errors import InvalidRequest, Unavailable
 
+# The most bytes of all files together. An upload beyond this is refused until files are deleted.
 MAX_STORE_BYTES = 2**30
-"""All files together; beyond it an upload is refused until something is deleted."""
 Status = Literal["validating", "failed", "in_progress", "completed", "expired", "cancelling", "cancelled"]
+# The states of a batch that has not ended.
 OPEN: tuple[Status, ...] = ("validating", "in_progress", "cancelling")
-"""The states of a batch that has not ended."""
 
 
 class StoredFile(msgspec.Struct):
     """A file, as the API shows it, and its owner.
 
     Args:
-        owner: who may read and delete it.
+        owner: the caller who may read and delete it.
         bytes: its size.
         created_at: seconds since 1970.
         filename: the name that it was uploaded with; no path of this machine.
@@ -69,8 +69,8 @@ class Batch(msgspec.Struct):
     Args:
         owner: the caller who may see and cancel it.
         tenant: the tenant of its requests.
-        ended_at: seconds since 1970; the status says how.
-        errors: why no request was evaluated.
+        ended_at: seconds since 1970; the status tells how it ended.
+        errors: the reasons why no request was evaluated.
     """
 
     id: str
@@ -99,10 +99,10 @@ _ID = re.compile(r"(file-|batch_)[0-9a-f]{24}")
 
 
 class BatchStore:
-    """Opens the directory for this process alone; `close` gives it back.
+    """Opens the directory for this process alone; `close` unlocks it for others.
 
     Args:
-        directory: a missing one is made; no other user may read it.
+        directory: a missing directory is made; no other user may read it.
         waits: whether to wait for a service that still uses the directory, because this service replaces it.
 
     Raises:

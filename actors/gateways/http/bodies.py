@@ -8,7 +8,7 @@ or vLLM's API is of one of these kinds:
 
     used      a field of the endpoint's Struct: its value is checked and has an effect
     accepted  a name, a label or a matter of billing: it does not change the answer
-    a hint    a wish that this service cannot fulfil: the field is ignored, and the response names it
+    a hint    a preference that this service cannot follow: the field is ignored, and the response names it
     refused   it would change the answer: InvalidRequest with the field's path
 
 A field that no API has published is ignored and named as a hint is. In strict mode such a field is refused. `null` is
@@ -160,7 +160,7 @@ class Refusal(GenbatchError):
 
 
 def describe(error: GenbatchError, path: str = "") -> dict[str, object]:
-    """Return the body {"error": {message, type, param, code}}; if `path` is of Anthropic's API, with its types."""
+    """Return the body {"error": {message, type, param, code}}, in the shape of the API that has `path`."""
     code = CODES.get(error.code, error.code)
     detail = {"message": _valid(str(error)), "param": _valid(error.field), "code": code}
     if path.startswith(OLLAMA_PATH):
@@ -278,6 +278,14 @@ def build_request(params: dict[str, Any], names: dict[str, str]) -> GenerateRequ
 def set_fields(body: msgspec.Struct, names: Iterable[str]) -> dict[str, Any]:
     """Return the values of these fields of a body, without the unset fields."""
     return {name: value for name in names if (value := getattr(body, name)) is not None}
+
+
+def parsed_arguments(arguments: str) -> Any:
+    """Parse the arguments of a tool call. Arguments that were cut short or are no JSON are shown as text."""
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return {"_invalid": arguments}
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

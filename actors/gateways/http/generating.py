@@ -1,6 +1,6 @@
-"""Generating: the ASGI application behind the two endpoints that generate.
+"""Generating: the ASGI application behind the endpoints that generate.
 
-A client that goes away is noticed while its request waits and while it runs, streamed or not, and cancels it.
+A request is cancelled when its client goes away, while it waits or runs, streamed or not.
 
 FillIn joins a prompt and its suffix for fill-in-the-middle models. Such models were trained with marks around the text
 before a gap and after it. Each mark is one token of the model, which shows whether a model has these marks.
@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 import trio
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from genbatch.actors.batcher.messages import RETRY_AFTER_DRAIN_MS
 from genbatch.actors.gateways.http.anthropic import MessageAnswer
@@ -22,7 +22,14 @@ from genbatch.actors.gateways.http.bodies import JSON, Fields, HTTPRequest, deco
 from genbatch.actors.gateways.http.openai_answer import OpenAIAnswer
 from genbatch.actors.gateways.http.openai_request import read_chat
 from genbatch.actors.gateways.http.responses import Conversations, ResponseAnswer, read_response
-from genbatch.actors.gateways.http.service_calls import OURSELVES, HTTPCaller, HTTPCalls, OpenCalls, TokenNames
+from genbatch.actors.gateways.http.service_calls import (
+    OURSELVES,
+    HTTPCaller,
+    HTTPCalls,
+    OpenCalls,
+    TokenNames,
+    with_headers,
+)
 from genbatch.actors.runtime.supervisor import background
 from genbatch.proto.errors import DeadlineExceeded, EngineError, GenbatchError, InvalidRequest, Unavailable
 from genbatch.proto.messages import Choice, Result, Token
@@ -155,7 +162,7 @@ HEARTBEAT_S = 10.0
 _STREAM_HEADERS = [
     (b"cache-control", b"no-store"),
     (b"x-content-type-options", b"nosniff"),
-    (b"x-accel-buffering", b"no"),  # proxies that would collect events are told not to
+    (b"x-accel-buffering", b"no"),  # tells proxies not to buffer events
 ]
 
 
@@ -198,14 +205,14 @@ class Generating:
         request = self._asked(decode_json(state["body"]), caller, fields)
         card = await self._calls.model(request.model)
         request.requests[:] = [msgspec.structs.replace(each, model=card.id) for each in request.requests]
-        for name in () if card.thinks or not card.n_ctx else request.thinking:  # not known before its first load
+        for name in () if card.thinks or not card.n_ctx else request.thinking:  # n_ctx is 0 before the first load
             fields.ignore(name)
         answer = self._answer(request, card.id, caller)
         caller = replace(caller, request_id=answer.id)
         if fields.ignored:
             logger.debug("request %s: these fields are ignored: %s", answer.id, ", ".join(fields.ignored))
         # The id under OpenAI's and Anthropic's names, and the ignored fields.
-        send = _with_headers(send, {"x-request-id": answer.id, "request-id": answer.id, **fields.headers})
+        send = with_headers(send, {"x-request-id": answer.id, "request-id": answer.id, **fields.headers})
         if request.stream:
             await self._stream(request, caller, answer, receive, send)
             return
@@ -337,18 +344,6 @@ async def _write(queue: TokenQueue, answer: HTTPAnswer, content_type: bytes, sen
     await send({"type": "http.response.body", "body": last})
 
 
-def _with_headers(send: Send, headers: dict[str, str]) -> Send:
-    """Return a `send` that adds these headers to the response."""
-    more = [(name.encode(), value.encode()) for name, value in headers.items()]
-
-    async def send_more(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message["headers"], *more]}
-        await send(message)
-
-    return send_more
-
-
 def _grouped(taken: Sequence[tuple[int, Token]]) -> list[tuple[int, list[Token]]]:
     """Group tokens by event: one token an event, or all waiting tokens of a choice when many wait."""
     if len(taken) <= MAX_EVENTS:
@@ -366,7 +361,7 @@ def _put(put: Callable[[int, Token], None], first_choice: int, token: Token) -> 
 def _finished(result: Result) -> Result:
     """Return the result that the client gets.
 
-    An answer that a drain or the caller's own deadline has cut ends as one that its length has cut.
+    An answer that was cut by a drain or by the caller's deadline gets the finish reason "length".
 
     Raises:
         Unavailable, DeadlineExceeded: the request ended before its first token.
@@ -385,7 +380,7 @@ def _finished(result: Result) -> Result:
 
 
 def _cut(part: AnswerPart) -> AnswerPart:
-    """Return a result or a choice with a finish reason that every API has a shape for."""
+    """Return a result or a choice with a finish reason that every API has."""
     is_cut = part.finish_reason in ("cancelled", "deadline")
     return msgspec.structs.replace(part, finish_reason="length") if is_cut else part
 

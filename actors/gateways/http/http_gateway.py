@@ -65,7 +65,7 @@ MAX_UNREAD_BYTES, MAX_UNREAD_S = 16 * 2**20, 5.0
 MAX_EARLY_BYTES = 64 * 1024
 # Seconds between two checks whether a half-closed connection was closed.
 LOOK_S = 0.2
-# Seconds until a half-closed connection is probed a second time; then twice as many, and so on.
+# Seconds between the first two probes of a half-closed connection; each further pause is twice as long.
 PROBE_S = 1.0
 READ_BYTES = 64 * 1024
 EVENT_COMMENT = b":\n\n"
@@ -311,9 +311,9 @@ class HTTPConnection:
     def _probe(self) -> bytes | None:
         """Send bytes without a meaning; the machine of a client that has gone answers with a reset.
 
-        Before the response "102 Processing", which HTTP/1.1 lets a server send at any time; among events a comment.
-        HTTP/1.0 has neither before the response: there it is a byte of TCP's urgent data, which no reader of the
-        stream sees.
+        Before the response this sends "102 Processing", which HTTP/1.1 allows at any time. Among events it sends a
+        comment. Before a response of HTTP/1.0, neither is allowed. There it sends a byte of TCP's urgent data, which no
+        reader of the stream sees.
         """
         if self._http.our_state is h11.SEND_RESPONSE:
             if self._http.their_http_version == HTTP_1_0:
@@ -544,7 +544,7 @@ class HTTPGateway:
     async def _serve(self, stream: trio.SocketStream) -> None:
         """Serve one connection to its end."""
         try:
-            # Pushed out while it has no open request.
+            # The connection may be pushed out while it has no open request.
             with trio.CancelScope() as scope, self._limit.seat(scope.cancel) as seat:
                 if not seat.is_refused:
                     await self._serve_seated(stream, seat)

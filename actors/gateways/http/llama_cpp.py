@@ -290,7 +290,7 @@ class LlamaCppRoutes:
 
     Args:
         calls: calls the service.
-        new_fields: how the fields of a body are read.
+        new_fields: makes a reader of a body's fields.
     """
 
     def __init__(self, calls: HTTPCalls, new_fields: NewFields) -> None:

@@ -1,4 +1,4 @@
-"""Ollama's API: /api/chat, /api/generate, /api/embed, and what lists and describes models.
+"""Ollama's API: /api/chat, /api/generate, /api/embed, and the endpoints that list and describe models.
 
     POST /api/chat {"model": "smollm2", "messages": [{"role": "user", "content": "Hello"}]}
     {"model": "smollm2", "message": {"role": "assistant", "content": "Hi"}, "done": false}    one line a token
@@ -38,6 +38,7 @@ from genbatch.actors.gateways.http.bodies import (
     describe,
     llama_names,
     llama_params,
+    parsed_arguments,
     renamed,
     set_fields,
     to_json,
@@ -77,8 +78,8 @@ class OllamaFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     Args:
         format: "json", or a JSON Schema that the answer validates against.
-        options: how to draw.
-        think: whether the model thinks first; or how much: "low", "medium" or "high".
+        options: the sampling parameters.
+        think: whether the model thinks first, or how much: "low", "medium" or "high".
         logprobs: whether to show the log-prob of each token.
         top_logprobs: how many of the likeliest tokens to show with each one.
         keep_alive: seconds, or a duration such as "5m", that a model which is served on demand stays loaded without
@@ -404,11 +405,8 @@ class OllamaAnswer:
 def _shown_calls(result: Result) -> list[dict[str, Any]]:
     calls = []
     for index, call in enumerate(result.tool_calls):
-        try:
-            arguments = json.loads(call.arguments)
-        except ValueError:  # cut short: the caller sees the text
-            arguments = {"_invalid": call.arguments}
-        calls.append({"id": call.id, "function": {"index": index, "name": call.name, "arguments": arguments}})
+        function = {"index": index, "name": call.name, "arguments": parsed_arguments(call.arguments)}
+        calls.append({"id": call.id, "function": function})
     return calls
 
 
@@ -584,7 +582,7 @@ class OllamaModels:
             except InvalidRequest:
                 self._takes_tools[model] = False
             except GenbatchError:
-                return False  # it may be another time
+                return False  # a later call tries again
             else:
                 self._takes_tools[model] = True
         return self._takes_tools[model]

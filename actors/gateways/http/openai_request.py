@@ -26,9 +26,9 @@ class StreamExtras(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The options of a stream: whether it reports its usage.
 
     Args:
-        include_usage: one more chunk, with the usage and no choices, before the end.
-        continuous_usage_stats: taken from clients that send it; the counts come once, at the end.
-        include_obfuscation: taken likewise; nothing is padded.
+        include_usage: whether one more chunk, with the usage and no choices, precedes the end.
+        continuous_usage_stats: accepted and not used; the counts come once, at the end.
+        include_obfuscation: accepted and not used; no chunk is padded.
     """
 
     include_usage: bool | None = None

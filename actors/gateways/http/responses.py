@@ -1,4 +1,4 @@
-"""/v1/responses: OpenAI's newer API, over the same requests: read, answered whole, answered as events.
+"""/v1/responses, OpenAI's newer API: read its bodies, and write whole answers and events.
 
 The gateway remembers the newest conversations for `previous_response_id`, in memory only. A restart forgets them: a
 client that must not lose its conversation sends the history itself.

@@ -104,7 +104,7 @@ class HTTPCalls:
         self._texts: dict[str, TokenTexts] = {}
 
     def texts(self, model: str) -> TokenTexts:
-        """Return the texts of a model's tokens, kept for later requests."""
+        """Return the cached texts of a model's tokens."""
         if model not in self._texts:
             self._texts[model] = TokenTexts(partial(self._token_text, model))
         return self._texts[model]
@@ -206,7 +206,7 @@ OURSELVES = HTTPCaller("")  # this caller has no limits
 
 
 class OpenCalls:
-    """The calls that have not ended."""
+    """The running calls, which `stop` ends."""
 
     def __init__(self) -> None:
         self._scopes: set[trio.CancelScope] = set()
@@ -283,7 +283,8 @@ class Front:
         """Pass a request to its endpoint, or answer it with the refusal."""
         origin = Headers(scope=scope).get("origin")
         if origin is not None and origin.lower() in self._origins:
-            send = _open_to(origin, send)
+            # Pages of this origin may read each response.
+            send = with_headers(send, {"access-control-allow-origin": origin, "vary": "origin"})
             if scope["method"] == "OPTIONS":
                 await _allow(Headers(scope=scope))(scope, receive, send)
                 return
@@ -343,16 +344,16 @@ class Front:
         raise Forbidden(f"the service is reached as {names}, not as {host[:128]!r} (--allowed-host)")
 
 
-def _open_to(origin: str, send: Send) -> Send:
-    """Return a `send` that allows pages of this origin to read each response."""
-    more = [(b"access-control-allow-origin", origin.encode("latin-1", "replace")), (b"vary", b"origin")]
+def with_headers(send: Send, headers: dict[str, str]) -> Send:
+    """Return a `send` that adds these headers to the response."""
+    more = [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]
 
-    async def send_open(message: Message) -> None:
+    async def send_more(message: Message) -> None:
         if message["type"] == "http.response.start":
             message = {**message, "headers": [*message.get("headers", ()), *more]}
         await send(message)
 
-    return send_open
+    return send_more
 
 
 def _allow(headers: Headers) -> Response:

@@ -14,7 +14,7 @@ from uuid import uuid4
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from genbatch.actors.gateways.http.bodies import JSON, Fields, Refusal, decode_json
+from genbatch.actors.gateways.http.bodies import JSON, Fields, Refusal, decode_json, set_fields
 from genbatch.actors.gateways.http.generating import NewFields, cancel_when_gone
 from genbatch.actors.gateways.http.service_calls import HTTPCaller, HTTPCalls, OpenCalls
 from genbatch.actors.runtime.supervisor import background
@@ -88,7 +88,7 @@ async def embed(calls: HTTPCalls, fields: EmbeddingFields, card: ModelCard, call
     """Return a vector for each text."""
     if card.embedding_size is None:
         raise Refusal(404, "no_embeddings", NO_EMBEDDINGS.format(card.id))
-    params = _fields_set(fields, "input", "encoding_format", "dimensions", "priority", "deadline_s")
+    params = set_fields(fields, ("input", "encoding_format", "dimensions", "priority", "deadline_s"))
     embedded = await calls.embed({**params, "model": card.id}, caller)
     data = [
         {"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(embedded.embeddings)
@@ -130,7 +130,7 @@ async def rerank(calls: HTTPCalls, fields: RerankFields, card: ModelCard, caller
     if (fields.documents is None) == (fields.texts is None):
         raise InvalidRequest("documents", "give exactly one of documents and texts")
     documents = fields.documents if fields.documents is not None else [*(fields.texts or ())]
-    params = _fields_set(fields, "query", "raw_scores", "truncate", "instruction", "priority", "deadline_s")
+    params = set_fields(fields, ("query", "raw_scores", "truncate", "instruction", "priority", "deadline_s"))
     if fields.max_tokens_per_doc is not None:
         params["max_document_tokens"] = fields.max_tokens_per_doc
     scores = await calls.score({**params, "documents": _texts(documents), "model": card.id}, caller)
@@ -193,7 +193,7 @@ async def score(calls: HTTPCalls, fields: ScoreFields, card: ModelCard, caller: 
         query = query[0]
     if isinstance(query, list) and len(query) != len(documents):
         raise InvalidRequest(names[0], f"has {len(query)} entries, and {names[1]} has {len(documents)}")
-    params = _fields_set(fields, "truncate", "instruction", "priority", "deadline_s")
+    params = set_fields(fields, ("truncate", "instruction", "priority", "deadline_s"))
     params["raw_scores"] = fields.use_activation is False
     scores = await calls.score({**params, "query": query, "documents": documents, "model": card.id}, caller)
     ranking_of(scores)  # each pair has one score
@@ -216,7 +216,7 @@ class ClassifyFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 async def classify(calls: HTTPCalls, fields: ClassifyFields, card: ModelCard, caller: HTTPCaller) -> object:
     """Return the likeliest label of each text and the probabilities of all labels, in vLLM's shape."""
     _check_scores(card)
-    params = _fields_set(fields, "truncate", "priority", "deadline_s")
+    params = set_fields(fields, ("truncate", "priority", "deadline_s"))
     params["raw_scores"] = fields.use_activation is False
     texts = [fields.input] if isinstance(fields.input, str) else fields.input
     scores = await calls.score({**params, "documents": texts, "model": card.id}, caller)
@@ -230,11 +230,6 @@ async def classify(calls: HTTPCalls, fields: ClassifyFields, card: ModelCard, ca
 def _check_scores(card: ModelCard) -> None:
     if not card.labels:
         raise Refusal(404, "no_scores", NO_SCORES.format(card.id))
-
-
-def _fields_set(fields: msgspec.Struct, *names: str) -> dict[str, Any]:
-    """Return the fields of these names that are set."""
-    return {name: value for name in names if (value := getattr(fields, name)) is not None}
 
 
 def _texts(documents: list[str | dict[str, Any]] | list[str]) -> list[str]:

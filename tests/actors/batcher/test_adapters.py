@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import trio
 
+from genbatch import open_batcher
 from genbatch.actors.gateways.dispatcher import Caller, Dispatcher
 from genbatch.actors.recording.replay import replay
-from genbatch.clients import open_batcher
 from genbatch.clients.in_process import BatcherClient
 from genbatch.nif.errors import OptionError
 from genbatch.proto.errors import Forbidden, InvalidRequest, ModelNotFound

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from genbatch import ZeroMQClient
-from genbatch.clients import RPCClient
+from genbatch import RPCClient, ZeroMQClient
 from tests.actors.service.running_service import TIMEOUT_S, RunningService
 
 pytestmark = [

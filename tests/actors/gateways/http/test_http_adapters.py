@@ -9,11 +9,11 @@ import httpx2
 import pytest
 import trio
 
+from genbatch import open_batcher
 from genbatch.actors.gateways.addresses import parse_http_address
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.http.http_gateway import HTTPGateway
 from genbatch.actors.security.security import Security
-from genbatch.clients import open_batcher
 from tests.lora_adapters import PeftOracle, change_config, make_adapter
 from tests.waiting import ENGINE_PATIENCE_S
 
