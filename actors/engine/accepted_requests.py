@@ -1,10 +1,10 @@
 """AcceptedRequests: every request that a gateway has accepted, until its one final message, over all engine restarts.
 
-    request = accepted.accept(wanted, now)
+    request = accepted.accept(generate_request, now)
     for request in accepted.due():                     # send them to the engine
-    if accepted.add(request, token): ...               # give it to the caller
-    accepted.drop(request)                             # it ends
-    for request, error in accepted.lose(now):          # the engine died: these end, the others are due again
+    if accepted.add(request, token): ...               # give the token to the caller
+    accepted.drop(request)                             # the request has ended
+    for request, error in accepted.lose(now):          # the engine died: these requests end, the others are due again
 
 This file uses no socket, clock or event loop. Its user reports events and carries out the results.
 
@@ -44,8 +44,8 @@ RETRY_MS = 2000
 MAX_DEATHS = 4
 
 
-# This file uses only their deadline, the number of their answers, and a fingerprint.
-Wanted: TypeAlias = GenerateRequest | EmbedRequest | ScoreRequest
+# The requests for an engine. This file uses only their deadline, the number of their answers, and a fingerprint.
+EngineRequest: TypeAlias = GenerateRequest | EmbedRequest | ScoreRequest
 
 
 class Stage(enum.Enum):
@@ -63,17 +63,17 @@ class AcceptedRequest:
     Args:
         id: its number, by its arrival.
         request: the request as the caller sent it.
-        caller: set and read by this object's user, to answer the caller.
+        caller: the object by which the user of this file answers the caller.
         expires_at: when its deadline passes; None for no deadline.
         is_streamed: whether its tokens are delivered as they come.
         wait_s: seconds of each wait for an engine, for a request without a deadline; None for no bound.
         seed: the seed on every engine, for a request without a seed of its own.
-        brought: the tokens that its caller has from before, by choice.
-        msgid: its call at the engine that has it.
+        brought: the tokens that its caller has of a lost stream, by choice.
+        msgid: the number of its call at the current engine.
     """
 
     id: int
-    request: Wanted
+    request: EngineRequest
     caller: Any
     expires_at: float | None
     is_streamed: bool
@@ -157,7 +157,7 @@ class AcceptedRequests:
 
     def accept(
         self,
-        request: Wanted,
+        request: EngineRequest,
         now: float,
         *,
         caller: Any = None,
@@ -298,7 +298,7 @@ class AcceptedRequests:
             return entry.too_late("the deadline passed, and the engine died")
         return None
 
-    def _check_poison(self, request: Wanted, now: float) -> None:
+    def _check_poison(self, request: EngineRequest, now: float) -> None:
         while self._poisons and next(iter(self._poisons.values())) <= now:
             self._poisons.popitem(last=False)
         if self._poisons:
@@ -311,7 +311,7 @@ class AcceptedRequests:
                 )
 
 
-def _fingerprint(request: Wanted) -> bytes:
+def _fingerprint(request: EngineRequest) -> bytes:
     """Return the same digest for requests of one tenant with the same effect on an engine."""
     plain = msgspec.structs.replace(request, deadline_s=None, priority=0)
     if isinstance(plain, GenerateRequest):  # clients draw a seed for a request without one

@@ -169,7 +169,7 @@ class EngineConnection:
         return msgid
 
     def cancel(self, msgid: int) -> None:
-        """Stop the work on a call; nothing more is heard of it."""
+        """Stop the work on a call, and ignore its later messages."""
         message = self._rpc.cancel(msgid)
         if message is not None:
             self._post(message)
@@ -349,7 +349,7 @@ class EngineSession:
     def _give_up(self) -> None:
         """Close the link: a step must not wait for a gateway, and memory must not grow with unread messages."""
         if not self._nursery.cancel_scope.cancel_called:
-            logger.error("the gateway does not read what it is sent: the link is given up")
+            logger.error("the gateway does not read its messages, so the link is closed")
             self._nursery.cancel_scope.cancel()
 
     async def _send(self) -> None:

@@ -24,7 +24,7 @@ import trio
 
 from genbatch.actors.batcher.messages import DRAINING, RETRY_AFTER_DRAIN_MS, Embed, Generate, validate_generate
 from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.engine.accepted_requests import RETRY_MS, AcceptedRequest, AcceptedRequests, Stage, Wanted
+from genbatch.actors.engine.accepted_requests import RETRY_MS, AcceptedRequest, AcceptedRequests, EngineRequest, Stage
 from genbatch.actors.engine.child_process import Join
 from genbatch.actors.engine.link import CALLS, EngineConnection, EngineWork, FrameStream
 from genbatch.actors.runtime.errors import CallTimeout
@@ -130,7 +130,7 @@ class PendingCall:
 
     Args:
         method: the method's name.
-        message: of a request that the ledger keeps; None for another call.
+        message: the request's message, if `AcceptedRequests` keeps the request; None for another call.
     """
 
     def __init__(self, method: str, message: Generate | Embed | None = None) -> None:
@@ -157,18 +157,18 @@ class PendingCall:
 
 
 class SharedQuestion:
-    """Asks the engine one question at a time, so that callers who ask all the time cost no more than one does.
+    """Asks the engine one question at a time, so that many frequent callers cost no more than one.
 
-    Callers that come during a question share the next answer.
+    Callers that arrive during a question share the next answer.
     """
 
     def __init__(self) -> None:
         self._turn = trio.Lock()
         self._num_asked = 0
-        self._answer: tuple[int, Any] = (0, None)  # the latest, with the number of its question
+        self._answer: tuple[int, Any] = (0, None)  # the latest answer, behind the number of its question
 
     async def ask(self, ask: Callable[[], Awaitable[Any]]) -> Any:
-        """Return an answer to a question that was asked after this call."""
+        """Return the answer to a question that was sent after this call began."""
         num_before = self._num_asked
         async with self._turn:
             if self._answer[0] <= num_before:
@@ -337,7 +337,7 @@ class RemoteBatcher:
             if isinstance(request, GenerateRequest) and request.seed is None:
                 request = msgspec.structs.replace(request, seed=entry.seed)
             message: Generate | Embed = entry.caller.message
-            work: EngineWork[Wanted] = EngineWork(
+            work: EngineWork[EngineRequest] = EngineWork(
                 request=request,
                 client=message.client,
                 request_id=message.request_id,
@@ -423,7 +423,7 @@ class RemoteBatcher:
             self._end(entry, error)
 
     def _lose_calls(self) -> None:
-        """End the calls that no other engine can answer."""
+        """End the calls that only the lost engine could answer."""
         calls, self._calls = self._calls, {}
         for call in calls.values():
             if isinstance(call, PendingCall):
@@ -436,7 +436,7 @@ class RemoteBatcher:
         for entry in self.accepted.expired(now):
             reason = "the deadline passed before the engine had answered"
             if entry.wait_s is not None:
-                reason = f"no engine was there for {entry.wait_s:g} s, and no request waits longer for one"
+                reason = f"no engine was running for {entry.wait_s:g} s, the longest wait of this service"
             self._end(entry, entry.too_late(reason) if entry.phase is Stage.WAITING else DeadlineExceeded(reason))
         if not len(self.accepted):
             self.accepted.check_integrity()
@@ -452,7 +452,7 @@ class RemoteBatcher:
     # Other calls
 
     async def _ask(self, request: msgspec.Struct) -> Any:
-        """Return the engine's answer to a call that no other engine would answer."""
+        """Return the engine's answer to a call that ends with this engine."""
         if self._connection is None:
             raise Unavailable("the engine is being restarted", retry_after_ms=RETRY_MS)
         method = method_of(request)
@@ -517,7 +517,7 @@ class RemoteBatcher:
             await self._settled.wait()
 
 
-def _method(request: Wanted) -> str:
+def _method(request: EngineRequest) -> str:
     method = method_of(request)
     assert method is not None, request
     return method.name

@@ -223,8 +223,7 @@ class TokenFile:
         """Return the name of a token; None for an unknown token.
 
         The method takes the same time for every token: it compares all hashes, each in constant time. An unreadable
-            file
-        counts as empty, and faulty lines are ignored.
+        file counts as empty, and faulty lines are ignored.
         """
         if len(token) > MAX_TOKEN_LENGTH:
             return None

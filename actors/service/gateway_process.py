@@ -1,7 +1,7 @@
 """The gateways of a service at their addresses, with the link to the engine process, and the process that runs them.
 
-This process keeps the accepted requests. So when an engine dies, clients at most see their requests end, and never
-lose a connection. This file imports no torch.
+This process keeps the accepted requests. So when an engine dies, its clients keep their connections, and at most see
+requests end. This file imports no torch.
 """
 
 import ctypes
@@ -151,7 +151,7 @@ class Listeners:
         for gateway in self._running:
             gateway.retire()
         with trio.move_on_after(timeout_s) as scope:
-            while any(gateway.num_connections for gateway in self._running):  # noqa: ASYNC110 - libzmq tells nobody
+            while any(gateway.num_connections for gateway in self._running):  # noqa: ASYNC110 - libzmq has no event for it
                 await trio.sleep(LOOK_S)
         if scope.cancelled_caught:
             for door in (self._zeromq, self._rpc):

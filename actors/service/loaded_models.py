@@ -69,7 +69,7 @@ class OnDemandModel:
 
     Args:
         name: the name that requests give.
-        num_bytes: the memory that it takes: the size of its files, and once it was loaded, the measured size.
+        num_bytes: the memory that it takes: the size of its files, or the measured size once it was loaded.
         default_keep_alive: seconds without requests after which it is unloaded; negative for never.
         max_waiting: sequences that may wait for it.
         is_there: whether clients see it; False if its files have gone. It is then unloaded once it has no requests.
@@ -82,7 +82,7 @@ class OnDemandModel:
     is_there: bool = True
     keep_alive: float = field(init=False)  # in force until it is unloaded
     phase: Residence = Residence.UNLOADED
-    is_closing: bool = False  # takes no new requests, as another model waits for its room
+    is_closing: bool = False  # takes no new requests, because another model waits for its memory
     num_open: int = 0  # admitted requests
     waiting: list[Ticket] = field(default_factory=list)
     began_at: float = 0.0  # of its last load
@@ -220,9 +220,9 @@ class LoadedModels:
         model.failed = ""
 
     def engine_has_ended(self, name: str, reason: str, now: float) -> GenbatchError | None:
-        """Note the end of an engine; `reason` is "" for one that was unloaded.
+        """Note the end of an engine; `reason` is "" for an engine that was unloaded.
 
-        Return the error of the requests that it had, if its load failed. Otherwise they go on after the next load.
+        Returns the error of its requests if its load failed. Otherwise they continue after the next load.
         """
         model = self.models[name]
         before, model.phase = model.phase, Residence.UNLOADED
@@ -230,7 +230,7 @@ class LoadedModels:
         if before is Residence.UNLOADED:  # it was loaded for an earlier gateway
             return None
         if before is Residence.UNLOADING or not reason:
-            if before is Residence.LOADING:  # the end of an engine of before; the new one is on its way
+            if before is Residence.LOADING:  # an earlier engine has ended; the new one is being started
                 model.phase = Residence.LOADING
             model.keep_alive = model.default_keep_alive
             return None

@@ -40,8 +40,8 @@ from genbatch.proto.service_messages import (
 # From best to worst; a service has the status of its worst engine.
 _STATUSES: tuple[HealthStatus, ...] = ("ready", "draining", "stuck", "down")
 _DOWN = Health(status="down", steps=0, requests_running=0, requests_waiting=0, stalled_s=0.0)
+# The key of the stats of each model, in the stats of several models.
 BY_MODEL = "by_model"
-"""The key of the stats of each model, in the stats of several models."""
 
 
 class ServedModels:
@@ -154,7 +154,7 @@ class ServedModels:
         return [name for name in self._engines if keeper is None or name not in keeper or keeper.is_there(name)]
 
     async def _cards(self) -> tuple[ModelCard, ...]:
-        """Return all cards, or raise: clients would take an incomplete list for the whole."""
+        """Return all cards. If one is missing this raises, because clients would take a shorter list for the whole."""
         return tuple([card for model in self._served() for card in await self._cards_of(model)])
 
     async def _cards_of(self, model: str) -> tuple[ModelCard, ...]:

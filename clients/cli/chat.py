@@ -213,7 +213,7 @@ class ConversationStore:
         self._console.print(f"warning: {self._file.path}: {text}", style="yellow", markup=False)
 
 
-# Of an answer, unless --max-tokens says otherwise: a small model may go on for ever.
+# The most tokens of an answer without --max-tokens, since a small model may generate without end.
 MAX_ANSWER_TOKENS = 1024
 _PROMPT = "you> "
 _HINT = "Ctrl-C cancels an answer, Ctrl-D leaves; /help lists the commands."
@@ -241,8 +241,8 @@ def chat(
 
     Ctrl-C cancels the running answer only, Ctrl-D leaves, /new starts over, /help lists the commands.
 
-    A session's file holds what was said, and the model's state after it, so that the next run goes on at once; with
-    --connect what was said only.
+    A session's file has the messages and the model's state after them, so that the next run continues at once. With
+    --connect it has the messages only.
 
     Examples:
 
@@ -260,7 +260,7 @@ def chat(
         # Faults of the session or of the parameters are reported before a model is loaded.
         saved = Session() if file is None else file.read()
         check_request(None, [{"role": "user", "content": ""}], parameters)
-        # A service that others use, too, keeps no KV for a session.
+        # A shared service keeps no KV for a session, so a session needs a private one.
         async with open_client(connection, engine, finds_running=file is None) as client:
             await _tell_models_own(client, context)
             store = None if file is None else ConversationStore(file, saved, client)
@@ -285,10 +285,10 @@ class Conversation:
     """Turns of a person and a model; each answer follows all turns before it.
 
     Args:
-        client: who answers.
+        client: answers the requests.
         system: the system prompt.
-        parameters: of every request.
-        store: where it is kept; what it holds already is gone on with.
+        parameters: the parameters of every request.
+        store: keeps the conversation; a conversation in it continues.
     """
 
     def __init__(

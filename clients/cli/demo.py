@@ -27,7 +27,7 @@ from genbatch.nif.models.model_names import check_source
 # A panel narrower than this breaks every other word.
 _MIN_PANEL_WIDTH = 28
 _MIN_PANEL_HEIGHT = 4
-_TABLE_MARGIN = 8  # lines of the table beside its rows
+_TABLE_MARGIN = 8  # lines of the table that are no rows
 
 
 @dataclass(slots=True)
@@ -35,8 +35,8 @@ class DemoAnswer:
     """One prompt and its answer as far as it has come; times in seconds on one clock.
 
     Args:
-        prompt: what was asked.
-        asked_at: when it was sent.
+        prompt: the text of the request.
+        asked_at: when the request was sent.
     """
 
     prompt: str

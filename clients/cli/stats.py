@@ -164,7 +164,7 @@ def _plain(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-# Looks kept: as many columns as a wide terminal gives a sparkline.
+# The number of kept rates: the columns of a sparkline on a wide terminal.
 MAX_LOOKS = 240
 
 
@@ -173,16 +173,16 @@ class TopHistory:
 
     def __init__(self) -> None:
         self.stats: Mapping[str, Any] = {}
-        self.others: list[str] = []  # models that the service has besides
-        self.rates: deque[float] = deque(maxlen=MAX_LOOKS)  # generated tokens a second, one a look
-        self.shares: list[tuple[str, float]] = []  # (tenant, its share of what was generated since the last look)
+        self.others: list[str] = []  # the service's other models
+        self.rates: deque[float] = deque(maxlen=MAX_LOOKS)  # generated tokens per second, one rate for each update
+        self.shares: list[tuple[str, float]] = []  # (tenant, its share of the tokens since the last update)
         self._at = 0.0
 
     def add(self, stats: Mapping[str, Any], now: float) -> None:
         """Add the stats at the time `now`, in seconds on a monotonic clock."""
         before, seconds = self.stats, now - self._at
         self.stats, self._at = stats, now
-        if not before or stats["generation_tokens"] < before["generation_tokens"]:  # the first look, or a restart
+        if not before or stats["generation_tokens"] < before["generation_tokens"]:  # the first update, or a restart
             self.shares = _shares(stats["tenants"], {})
             return
         if seconds > 0:
@@ -208,7 +208,7 @@ _TENANTS_WIDTH = 34
 _SUMMARY_LINES = 7
 _BAR_WIDTH, _NARROW_BAR_WIDTH = 28, 14
 _LABEL_WIDTH = 9
-_TOLD_WIDTH = 16  # what stands behind a bar
+_CAPTION_WIDTH = 16  # behind a bar
 _PROGRESS_WIDTH = 12
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _PHASES = {"prefilling": "yellow", "decoding": "green"}
@@ -254,7 +254,7 @@ def _summary(history: TopHistory, width: int) -> Panel:
     if not stats:
         return Panel(Text("waiting for the service", style="dim"), border_style="dim")
     bar = _BAR_WIDTH if width >= _WIDE else _NARROW_BAR_WIDTH
-    left = _LABEL_WIDTH + bar + _TOLD_WIDTH
+    left = _LABEL_WIDTH + bar + _CAPTION_WIDTH
     grid = Table.grid(expand=True, padding=(0, 1))
     grid.add_column(width=left)
     grid.add_column(ratio=1)
@@ -380,7 +380,7 @@ def _safe(text: object) -> str:
     return printable(str(text), is_terminal=True).replace("\n", " ").replace("\t", " ")
 
 
-# Seconds that a service may take to answer before the screen says so.
+# Seconds after which the screen shows that the service does not answer.
 ANSWER_S = 5.0
 
 

@@ -93,9 +93,7 @@ class FleetGateway:
         self._ending: set[str] = set()
         self._enough_since: float | None = None
         self._ready: list[str] = []  # replicas of our version that were ready at the last check
-        self._seen_at: dict[
-            str, float
-        ] = {}  # other versions' replicas that are not ready, with the time of their discovery
+        self._seen_at: dict[str, float] = {}  # when other versions' replicas that are not ready were found
         self._fault: RayUnavailable | None = None
         self._nursery: trio.Nursery
 
