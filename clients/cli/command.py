@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TextIO, TypeVar, cast, get_type_hints
 
 import trio
 import typer
@@ -90,9 +90,48 @@ def printable(text: str, *, is_terminal: bool) -> str:
     return _CONTROL.sub("", text) if is_terminal else text
 
 
+def lossy(file: TextIO) -> TextIO:
+    """Return `file`, standard output or standard error, so that text that cannot be written is dropped.
+
+    A service continues if the disk of its output is full or the reader of its output has ended.
+    """
+    return cast(TextIO, _LossyFile(file))
+
+
+class _LossyFile:
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        try:
+            self._file.write(text)
+        except OSError:
+            self._drop()
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._file.flush()
+        except OSError:
+            self._drop()
+
+    def _drop(self) -> None:
+        if self._file is sys.stdout:  # Python would write its buffer again at the end of the process, and fail again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._file.fileno())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
 FAILURE = 1
 BAD_INPUT = 2
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def _signals() -> list[signal.Signals]:
+    """Return the signals that end a command. `nohup` starts a command with SIGHUP ignored, and it stays ignored."""
+    ending = [signal.SIGINT, signal.SIGTERM]
+    return ending if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [*ending, signal.SIGHUP]
+
 
 _CALLERS_MISTAKES = (
     InvalidRequest,
@@ -172,7 +211,7 @@ def print_error(error: BaseException, advice: str = "") -> None:
     from rich.console import Console  # imported late, since it is slow and most commands print no error
     from rich.text import Text
 
-    console = Console(stderr=True, soft_wrap=True)
+    console = Console(file=lossy(sys.stderr), soft_wrap=True)
     line = " ".join(f"error: {error}".split())
     console.print(Text(f"{line}; {advice}" if advice else line, style="bold red"))
 
@@ -198,7 +237,7 @@ class _Run:
     async def until_signalled(self, command: Callable[[], Awaitable[None]]) -> None:
         """Run `command` until it ends or a signal cancels it."""
         try:
-            with trio.open_signal_receiver(*_SIGNALS) as signals:
+            with trio.open_signal_receiver(*_signals()) as signals:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._cancel_on_signal, signals, nursery.cancel_scope)
                     await command()
@@ -210,7 +249,7 @@ class _Run:
     async def until_stopped(self, command: Callable[[trio.Event], Awaitable[None]]) -> None:
         """Run `command` until it ends; the first signal sets its event."""
         try:
-            with trio.open_signal_receiver(*_SIGNALS) as signals:
+            with trio.open_signal_receiver(*_signals()) as signals:
                 async with trio.open_nursery() as nursery:
                     stopping = trio.Event()
                     nursery.start_soon(self._stop_on_signal, signals, stopping)

@@ -5,6 +5,7 @@ LoadingBars show the progress of downloading, converting and loading a model.
 A PickedModel is a client with a default model, for a service of several models.
 """
 
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import trio
 import typer
 
 from genbatch.actors.gateways.addresses import default_address, is_listening
-from genbatch.clients.cli.command import UsageError
+from genbatch.clients.cli.command import UsageError, lossy
 from genbatch.clients.cli.option_flags import DEFAULT_MODEL, ModelFlags
 from genbatch.clients.interface import Client, Stream
 from genbatch.nif.models.model_names import check_sources
@@ -84,7 +85,7 @@ class LoadingBars:
         from rich.console import Console  # imported late, since most commands show no bars
         from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-        console = Console(stderr=True)
+        console = Console(file=lossy(sys.stderr))
         self._console = console
         self._bars = Progress(
             SpinnerColumn(),

@@ -3,6 +3,7 @@
 FleetFlags set the number of replicas, and the routing of requests among them.
 """
 
+import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from genbatch.actors.service.gateway_process import check_start, door_addresses
 from genbatch.actors.service.on_demand import ModelCatalog, ModelOnDemand
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.take_over import Predecessor, Succession, find_predecessor
-from genbatch.clients.cli.command import UsageError, run_service, with_flag_groups
+from genbatch.clients.cli.command import UsageError, lossy, run_service, with_flag_groups
 from genbatch.clients.cli.connection import LoadingBars, import_engine
 from genbatch.clients.cli.option_flags import DEFAULT_MODEL, ServiceFlags
 from genbatch.clients.cli.settings import ConfigFlags, models_on_demand, settings_of
@@ -354,12 +355,13 @@ async def _serve(
             models, stats = await service.describe()
             by_model = stats.get("by_model", {})
             on_demand = [card.id for card in models.models if card.state != "loaded"]
+            console = Console(file=lossy(sys.stdout))
             if on_demand:
-                Console().print(on_demand_banner(on_demand, service.addresses, options))
+                console.print(on_demand_banner(on_demand, service.addresses, options))
             for card in models.models:  # empty while a fleet has no replica
                 if card.parent is None and card.id not in on_demand:
                     adapters = [other.id for other in models.models if other.parent == card.id]
-                    Console().print(banner(card, by_model.get(card.id, stats), service.addresses, adapters))
+                    console.print(banner(card, by_model.get(card.id, stats), service.addresses, adapters))
             await nursery.start(observe, service.telemetry)
             names = ",".join(card.id for card in models.models)
             if predecessor is not None:

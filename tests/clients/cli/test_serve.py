@@ -1,6 +1,9 @@
 """`genbatch serve` from its start to its end by a signal, with an engine process and without."""
 
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,6 +46,31 @@ def test_sigterm_lets_open_requests_end_and_is_success(tiny_model_dir: Callable[
         assert len(children) == 2 and not any(is_running(pid) for pid in children)
     assert " stopped" in service.log and "Traceback" not in service.log
     assert not (tmp_path / "zeromq.sock").exists()
+
+
+@pytest.mark.parametrize("output", ["a full disk", "a pipe without a reader"])
+def test_a_service_needs_no_reader_of_its_output_and_nohup_keeps_it(
+    output: str, tiny_model_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    if output == "a full disk":
+        written = os.open("/dev/full", os.O_WRONLY)
+    else:
+        read, written = os.pipe()
+        os.close(read)
+    address = f"ipc://{tmp_path}/zeromq.sock"
+    command = ["nohup", sys.executable, "-m", "genbatch", "serve", str(tiny_model_dir("native_llama"))]
+    flags = ["--bind", address, "--engine", "thread", "--n-ctx", "512", "--n-gpu-layers", "0"]
+    with subprocess.Popen([*command, *flags], stdout=written, stderr=written) as service:
+        try:
+            with SyncZeroMQClient(address, timeout=TIMEOUT_S, retry=Retry(max_attempts=1)) as client:
+                client.generate("go", max_tokens=1)
+                kill(service.pid, signal.SIGHUP)
+                assert [client.health().status for _ in range(20)] == ["ready"] * 20
+            kill(service.pid, signal.SIGTERM)
+            assert service.wait(TIMEOUT_S) == 0
+        finally:
+            service.kill()
+            os.close(written)
 
 
 def test_a_second_signal_waits_for_nothing(tiny_model_dir: Callable[[str], Path], tmp_path: Path) -> None:
