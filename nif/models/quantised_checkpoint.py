@@ -1,4 +1,4 @@
-"""Reads quantised checkpoints: GPTQ, AWQ, compressed-tensors, FP8 and MXFP4 in safetensors.
+"""Reads quantised checkpoints: GPTQ, AWQ, compressed-tensors, FP8, MXFP4 and bitsandbytes in safetensors.
 
 scheme = quantisation_of("model", config, directory)        # None of a plain checkpoint; refuses what is not read
 weights = QuantisedWeights("model", SafetensorsWeights("model", directory), scheme)
@@ -15,13 +15,16 @@ no other code needs to know them. The files determine the quantised linears: lin
     fp8                 weight [n, k] in FP8, weight_scale_inv [n / 128, k / 128] or one number
     mxfp4               experts' NAME_blocks [experts, n, k / 32, 16] uint8, NAME_scales [experts, n, k / 32] uint8; the
                         rows of gate_up_proj are a gate and an up in turn
+    bitsandbytes        of 4 bits: weight, two codes a byte; weight.quant_map [16], weight.absmax, a factor for each
+                        block of weights, and weight.quant_state, JSON; of 8 bits: weight [n, k] int8, SCB [n]
 
 n are outputs, k inputs, `codes` as many as an int32 holds. A weight is scale * (code - zero), computed in float32.
 Codes of 4 and 8 bits in groups of whole 32 inputs stay codes (`GROUP_KINDS`), FP8 in E4M3 stays bytes (`FP8_KINDS`).
 Other codes are widened to float32, one matrix at a time: FP8 in E5M2, and groups that take their inputs from everywhere
-(`desc_act`).
+(`desc_act`); those of bitsandbytes to the type that their state names, as bitsandbytes does.
 """
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +35,14 @@ import torch
 
 from genbatch.nif.errors import ModelError
 from genbatch.nif.models.file_checks import check_counts, one_line, read_object, shown
-from genbatch.nif.models.weight_source import FLOAT_KINDS, FP8_KINDS, GROUP_KINDS, SafetensorsWeights, StoredTensor
+from genbatch.nif.models.weight_source import (
+    FLOAT_KINDS,
+    FP8_KINDS,
+    GROUP_KINDS,
+    SafetensorsWeights,
+    StoredTensor,
+    stored,
+)
 
 _REMEDY = (
     "take the model as it was before, with quantize int8 or int4, or its GPTQ, AWQ or compressed-tensors form in 4 or "
@@ -50,6 +60,8 @@ _SCALE_KINDS = (*FLOAT_KINDS, "F8_E8M0")
 _BESIDE = (
     *("qweight", "qzeros", "scales", "g_idx"),
     *("weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape", "weight_g_idx"),
+    *("absmax", "quant_map", "nested_absmax", "nested_quant_map", "bitsandbytes__nf4", "bitsandbytes__fp4"),
+    *("SCB", "weight_format"),
     *("input_scale", "input_zero_point", "input_scale_ub", "activation_scale", "output_scale", "k_scale", "v_scale"),
 )
 
@@ -59,7 +71,7 @@ class Quantisation:
     """A configuration's description of its checkpoint's quantised weights.
 
     Args:
-        method: "gptq", "awq", "compressed-tensors", "fp8" or "mxfp4".
+        method: "gptq", "awq", "compressed-tensors", "fp8", "mxfp4" or "bitsandbytes".
         bits: of a code; None where linears differ, or have no codes.
         groups: inputs that share a scale, in each way that some linears have it; -1 is all of a linear's.
         less_one: whether zeros are stored less one, as GPTQ's first format has them.
@@ -109,8 +121,8 @@ class _Reading:
     def scheme(self) -> Quantisation:
         method = str(self._fields.get("quant_method", ""))
         known = {"gptq": self._gptq, "awq": self._awq, "compressed-tensors": self._compressed}
-        if method == "mxfp4":
-            return Quantisation("mxfp4")
+        if method in ("mxfp4", "bitsandbytes"):
+            return Quantisation(method)
         if method in _FP8_METHODS:
             return self._fp8()
         if method not in known:
@@ -251,15 +263,17 @@ class QuantisedWeights:
         return name in self._files.names() and self._files.kind(name) in FLOAT_KINDS
 
     def _has_codes(self, name: str) -> bool:
-        return self._files.kind(name) in ("I8", *_FP8_KINDS)
+        return self._files.kind(name) in ("I8", *_FP8_KINDS) or f"{name}.quant_map" in self._files.names()
 
-    def _form(self, name: str) -> "_Gptq | _Awq | _Packed | _Plain":
+    def _form(self, name: str) -> "_Gptq | _Awq | _Packed | _Plain | _FourBits":
         linear = self._linears[name]
         parts = _Parts(self._model, self._files, linear, self._scheme)
         if self._scheme.method == "gptq":
             return _Gptq(parts)
         if self._scheme.method == "awq":
             return _Awq(parts)
+        if parts.has("weight.quant_map"):
+            return _FourBits(parts)
         return _Packed(parts) if parts.has("weight_packed") else _Plain(parts)
 
 
@@ -340,6 +354,9 @@ class _Parts:
 
     def has(self, part: str) -> bool:
         return f"{self._linear}.{part}" in self._files.names()
+
+    def kind(self, part: str) -> str:
+        return self._files.kind(f"{self._linear}.{part}")
 
     def fault(self, part: str, what: str) -> ModelError:
         name = f"{self._linear}.{part}"
@@ -517,7 +534,7 @@ class _Plain:
     def __init__(self, parts: _Parts) -> None:
         self._parts = parts
         outputs, inputs = self.shape = parts.shape("weight", ("I8", *_FP8_KINDS), 2)
-        self._scale = "weight_scale_inv" if parts.has("weight_scale_inv") else "weight_scale"
+        self._scale = next(filter(parts.has, ("weight_scale_inv", "SCB")), "weight_scale")
         shape = parts.shape(self._scale, _SCALE_KINDS)
         self._tile = parts.scheme.tile
         if int(np.prod(shape, dtype=object)) == 1:
@@ -538,6 +555,8 @@ class _Plain:
         weight = parts.read("weight")
         tall, wide = self._tile
         scales = parts.scales(self._scale).reshape(-(-outputs // tall), -(-inputs // wide))
+        if self._scale == "SCB":  # the largest weight of a row, whose code is 127
+            scales = scales / np.float32(127)
         if weight.dtype == torch.int8 and tall in (1, outputs):
             zeros = np.full((outputs, scales.shape[1]), 128, np.uint8)
             if parts.has("weight_zero_point"):
@@ -555,7 +574,58 @@ class _Plain:
             blocks[:, :, 4:] = weight.view(torch.uint8).numpy().reshape(outputs, -1, block)
             return StoredTensor(parts.name, f"F8_{block}", (outputs, inputs), blocks.reshape(outputs, -1))
         scale = torch.from_numpy(scales).repeat_interleave(tall, 0)[:outputs].repeat_interleave(wide, 1)[:, :inputs]
-        return _floats(parts.name, weight.float().mul_(scale).numpy())
+        return stored(parts.name, weight.float().mul_(scale))
+
+
+_STATE = "weight.quant_state.bitsandbytes__"
+_TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class _FourBits:
+    """bitsandbytes: NF4 or FP4, in blocks of consecutive weights. The factors of the blocks may be codes themselves."""
+
+    def __init__(self, parts: _Parts) -> None:
+        self._parts = parts
+        name = f"{_STATE}nf4" if parts.has(f"{_STATE}nf4") else f"{_STATE}fp4"
+        parts.shape(name, ("U8",), 1)
+        try:
+            state = json.loads(bytes(parts.read(name).numpy()))
+            outputs, inputs = map(int, state["shape"])
+            self._block, self._dtype = int(state["blocksize"]), _TYPES[state["dtype"]]
+            self._offset = float(state.get("nested_offset", 0.0))
+            self._nested_block = int(state.get("nested_blocksize", 0))
+            if min(outputs, inputs, self._block) < 1 or self._nested_block < 0:
+                raise ValueError("a size is not positive")
+        except (ValueError, TypeError, KeyError, AttributeError) as fault:
+            raise parts.fault(name, f"is no state of bitsandbytes: {one_line(fault)}") from fault
+        self.shape = (outputs, inputs)
+        words, kind = parts.shape("weight", ("U8", *FLOAT_KINDS)), parts.kind("weight")
+        size = int(np.prod(words, dtype=object)) * FLOAT_KINDS.get(kind, 1)
+        if size != -(-outputs * inputs // 2):
+            raise parts.fault("weight", f"has {size} bytes for {outputs} x {inputs} codes of 4 bits")
+        parts.expect("weight.quant_map", (16,), ("F32",))
+        count = -(-outputs * inputs // self._block)
+        parts.expect("weight.absmax", (count,), ("U8",) if self._nested_block else ("F32",))
+        if self._nested_block:
+            parts.expect("weight.nested_quant_map", (256,), ("F32",))
+            parts.expect("weight.nested_absmax", (-(-count // self._nested_block),), ("F32",))
+
+    def read(self) -> StoredTensor:
+        parts, size = self._parts, self.shape[0] * self.shape[1]
+        packed = parts.read("weight").contiguous().view(torch.uint8).numpy().reshape(-1)
+        codes = np.stack((packed >> 4, packed & 15), axis=1).reshape(-1)[:size]
+        values = parts.scales("weight.quant_map")[codes]
+        values *= np.repeat(self._factors(), self._block)[:size]
+        return stored(parts.name, torch.from_numpy(values).to(self._dtype).reshape(self.shape))
+
+    def _factors(self) -> np.ndarray:
+        parts = self._parts
+        if not self._nested_block:
+            return parts.scales("weight.absmax")
+        factors: np.ndarray = parts.scales("weight.nested_quant_map")[parts.read("weight.absmax").numpy()]
+        factors *= np.repeat(parts.scales("weight.nested_absmax"), self._nested_block)[: len(factors)]
+        factors += np.float32(self._offset)
+        return factors
 
 
 def _fp8_block(inputs: int, wide: int) -> int | None:
@@ -595,7 +665,7 @@ class _Groups:
         codes = _codes(self.codes, self.bits)[:, :inputs].astype(np.float32)
         codes -= self.zeros[:, group_of]
         codes *= self.scales[:, group_of]
-        return _floats(name, codes)
+        return stored(name, torch.from_numpy(codes))
 
     def _blocks(self, inputs: int, block: int) -> np.ndarray:
         outputs, count, size = len(self.codes), inputs // block, block * self.bits // 8
@@ -605,11 +675,6 @@ class _Groups:
         blocks[:, :, 4:6] = self.zeros[:, which].astype("<f2")[:, :, None].view(np.uint8)
         blocks[:, :, 6:] = self.codes[:, : count * size].reshape(outputs, count, size)
         return blocks.reshape(outputs, -1)
-
-
-def _floats(name: str, values: np.ndarray) -> StoredTensor:
-    plain = np.ascontiguousarray(values, np.float32)
-    return StoredTensor(name, "F32", plain.shape, plain.view(np.uint8))
 
 
 def _bytes(words: torch.Tensor) -> np.ndarray:

@@ -396,6 +396,17 @@ def joined(files: WeightSource) -> WeightSource:
     return JoinedWeights(files) if any(name.endswith(JoinedWeights.PARTS[0]) for name in files.names()) else files
 
 
+def stored(name: str, values: "torch.Tensor") -> StoredTensor:
+    """Return numbers in memory, of one of `FLOAT_KINDS`, as a tensor of a file."""
+    import torch
+
+    values = values.contiguous()
+    values = values.reshape(values.shape or 1)
+    kind = next(kind for kind in FLOAT_KINDS if getattr(torch, _TORCH_NAMES[kind]) == values.dtype)
+    rows = values.reshape(-1, values.shape[-1]).cpu().view(torch.uint8).numpy()
+    return StoredTensor(name, kind, tuple(values.shape), rows)
+
+
 class ModuleWeights:
     """The tensors of a module in memory.
 
@@ -412,13 +423,7 @@ class ModuleWeights:
 
     def tensor(self, name: str) -> StoredTensor:
         """As in `WeightSource`."""
-        import torch
-
-        values = self._tensors[name].detach().contiguous()
-        values = values.reshape(values.shape or 1)
-        kind = next(kind for kind in FLOAT_KINDS if getattr(torch, _TORCH_NAMES[kind]) == values.dtype)
-        rows = values.reshape(-1, values.shape[-1]).cpu().view(torch.uint8).numpy()
-        return StoredTensor(name, kind, tuple(values.shape), rows)
+        return stored(name, self._tensors[name].detach())
 
     def shape(self, name: str) -> tuple[int, ...]:
         """As in `WeightSource`."""

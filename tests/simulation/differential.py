@@ -1,4 +1,4 @@
-"""Random options and requests over small models of 24 families, each request compared with itself alone.
+"""Random options and requests over small models of 27 families, each request compared with itself alone.
 
 python -m tests.simulation.differential --minutes 30
 python -m tests.simulation.differential --family gemma3 --first 4711 --seeds 1
@@ -48,6 +48,7 @@ NATIVE = (
     *("native-llama_odd", "native-gemma3", "native-qwen3_moe"),
     *("native-lfm2", "native-qwen3_5", "native-granite_hybrid"),
     *("native-falcon_h1", "native-mamba2", "native-nemotron_h", "native-lfm2_moe", "native-olmo_hybrid"),
+    *("native-gemma3n", "native-gemma4", "native-deepseek3"),
 )
 # With a drafter in the crowd: a model's own multi-token head, or a draft model with other weights or the same.
 DRAFTED = (

@@ -2,7 +2,8 @@
 
 Packed code by code, as the formats' own tools define it, without any of the reader's code:
 GPTQ (AutoGPTQ, GPTQModel: `qlinear` pack), AWQ (AutoAWQ: WQLinear_GEMM, order 0 2 4 6 1 3 5 7), compressed-tensors
-(`pack_to_int32`), FP8 (transformers' and vLLM's `fp8`, DeepSeek's weight_scale_inv).
+(`pack_to_int32`), FP8 (transformers' and vLLM's `fp8`, DeepSeek's weight_scale_inv), bitsandbytes (`QuantState.as_dict`
+with `packed=True`; `Linear8bitLt`).
 """
 
 import json
@@ -187,6 +188,61 @@ def fp8(
     return write
 
 
+# The levels of bitsandbytes' FP4; sixteen numbers of any kind would do, since the file has them.
+FP4 = [0.0, 0.0052083333, 0.66666667, 1.0, 0.33333333, 0.5, 0.16666667, 0.25]
+
+
+def four_bits(
+    kind: str, dtype: torch.dtype, block: int, nested: bool
+) -> Callable[[Format, torch.Tensor], tuple[dict[str, torch.Tensor], torch.Tensor]]:
+    """A factor for each block of consecutive weights; nested: the factors are codes of 8 bits in blocks of 256."""
+    levels = torch.linspace(-1, 1, 16) ** 3 if kind == "nf4" else torch.tensor([*FP4, *(-level for level in FP4)])
+
+    def write(form: Format, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        blocks = weight.reshape(-1, block)
+        factors = blocks.abs().amax(1)
+        state: dict[str, Any] = {"quant_type": kind, "blocksize": block, "dtype": str(dtype).removeprefix("torch.")}
+        tensors: dict[str, torch.Tensor] = {}
+        if nested:
+            offset = float(factors.mean())
+            padded = torch.nn.functional.pad(factors - offset, (0, -len(factors) % 256)).reshape(-1, 256)
+            outer, scale = padded.abs().amax(1), torch.linspace(-1, 1, 256)
+            codes = (padded / outer[:, None])[:, :, None].sub(scale).abs().argmin(2)
+            factors = (scale[codes] * outer[:, None]).reshape(-1)[: len(factors)] + offset
+            tensors = {
+                "weight.absmax": codes.reshape(-1)[: len(factors)].to(torch.uint8),
+                "weight.nested_absmax": outer,
+                "weight.nested_quant_map": scale,
+            }
+            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+        codes = (blocks / factors[:, None])[:, :, None].sub(levels).abs().argmin(2)
+        flat = codes.reshape(-1, 2)
+        text = json.dumps({**state, "shape": list(weight.shape)})
+        tensors = {
+            "weight.absmax": factors,
+            **tensors,
+            "weight": (flat[:, :1] * 16 + flat[:, 1:]).to(torch.uint8),
+            "weight.quant_map": levels,
+            f"weight.quant_state.bitsandbytes__{kind}": torch.tensor(list(text.encode()), dtype=torch.uint8),
+        }
+        return tensors, (levels[codes] * factors[:, None]).to(dtype).float().reshape(weight.shape)
+
+    return write
+
+
+def eight_bits(form: Format, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """bitsandbytes in int8: the largest weight of a row has the code 127."""
+    largest = weight.abs().amax(1)
+    codes = (weight * 127 / largest[:, None]).round().to(torch.int8)
+    tensors = {"weight": codes, "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return tensors, codes.float() * (largest / 127)[:, None]
+
+
+def bitsandbytes_form(kind: str, dtype: torch.dtype, block: int, nested: bool) -> Format:
+    settings = {"load_in_4bit": True, "bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": nested}
+    return Format(four_bits(kind, dtype, block, nested), {"quant_method": "bitsandbytes", **settings})
+
+
 def compressed(layout: str, bits: int, kind: str = "int", **weights: Any) -> dict[str, Any]:
     """A quantization_config of compressed-tensors."""
     group = {"targets": ["Linear"], "weights": {"num_bits": bits, "type": kind, **weights}, "input_activations": None}
@@ -255,6 +311,10 @@ FORMATS: dict[str, Format] = {
         fp8((64, 64), "weight_scale"),
         compressed("float-quantized", 8, "float", strategy="block", block_structure=[64, 64]),
     ),
+    "bitsandbytes-nf4": bitsandbytes_form("nf4", torch.bfloat16, 64, True),
+    "bitsandbytes-nf4-float32": bitsandbytes_form("nf4", torch.float32, 128, False),
+    "bitsandbytes-fp4": bitsandbytes_form("fp4", torch.float16, 4096, True),
+    "bitsandbytes-int8": Format(eight_bits, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
     "fp8-tensor": Format(fp8(None, "weight_scale"), {"quant_method": "fp8", "activation_scheme": "static"}),
     "fp8-block": Format(
         fp8((96, 64), "weight_scale_inv"), {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [96, 64]}

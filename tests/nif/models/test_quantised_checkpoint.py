@@ -142,7 +142,7 @@ def test_a_tensor_of_mxfp4_that_does_not_fit_is_named(gpt_oss: Checkpoint, part:
         describe_model(str(gpt_oss.directory))
 
 
-@pytest.mark.parametrize("form", ["gptq-4-128-gptq", "awq-32", "packed-8-channel", "fp8-block"])
+@pytest.mark.parametrize("form", ["gptq-4-128-gptq", "awq-32", "packed-8-channel", "fp8-block", "bitsandbytes-nf4"])
 @pytest.mark.parametrize("family", ["qwen2", "phi3", "mixtral"])
 def test_merged_matrices_biases_and_experts_equal_generate(make: MAKE, form: str, family: str) -> None:
     check(make(form, family)).close()
@@ -155,6 +155,7 @@ def test_merged_matrices_biases_and_experts_equal_generate(make: MAKE, form: str
         ("awq-128", "qwen2"),
         ("packed-4-64-asymmetric", "phi3"),
         ("fp8-tensor", "mixtral"),
+        ("bitsandbytes-nf4", "llama"),
     ],
 )
 def test_torch_reads_the_same(make: MAKE, form: str, family: str) -> None:
@@ -188,6 +189,8 @@ def test_weights_are_to_the_bit_what_the_file_says(make: MAKE, form: str) -> Non
         ("naive-quantized", "G8_32"),
         ("gptq-4-32-desc_act", "F32"),
         ("gptq-4-odd-groups", "F32"),
+        ("bitsandbytes-nf4", "BF16"),
+        ("bitsandbytes-int8", "G8_128"),
         ("fp8-block", "F8_32"),
         ("fp8-tensor", "F8_128"),
     ],
@@ -268,7 +271,7 @@ def test_8_bit_activations_meet_the_same_codes(make: MAKE, form: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method is 'bitsandbytes'"),
+        ({"quant_method": "hqq", "nbits": 4}, "quant_method is 'hqq'"),
         ({"quant_method": "hqq"}, "quant_method is 'hqq'"),
         ({"bits": 4}, "quant_method is ''"),
         ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "bits is 3"),
@@ -310,6 +313,7 @@ def test_what_is_not_read_is_refused_by_name_before_weights_are(
 
 
 NAME = "model.layers.0.mlp.up_proj"
+STATE = "weight.quant_state.bitsandbytes__nf4"
 
 
 @pytest.mark.parametrize(
@@ -334,6 +338,15 @@ NAME = "model.layers.0.mlp.up_proj"
         ("packed-4-128", "weight_shape", lambda t: t[:1], f"model.safetensors: {NAME}.weight_shape has the shape [1]"),
         ("packed-4-128", "weight_shape", lambda t: -t, f"model.safetensors: {NAME}.weight_shape"),
         ("int-quantized", "weight_scale", lambda t: t[:7], f"model.safetensors: {NAME}.weight_scale has the shape [7"),
+        ("bitsandbytes-nf4", STATE, None, f"its weights lack {NAME}.weight.quant_state.bitsandbytes__fp4"),
+        ("bitsandbytes-nf4", STATE, lambda t: t[:-9], "bitsandbytes__nf4 is no state of bitsandbytes: JSONDecodeError"),
+        ("bitsandbytes-nf4", STATE, lambda t: t[:2] * 0 + 49, "is no state of bitsandbytes: TypeError"),
+        ("bitsandbytes-nf4", "weight", lambda t: t[:9], f"{NAME}.weight has 9 bytes for 256 x 128 codes of 4 bits"),
+        ("bitsandbytes-nf4", "weight.absmax", lambda t: t[1:], f"{NAME}.weight.absmax has the shape [511]"),
+        ("bitsandbytes-nf4", "weight.absmax", lambda t: t.float(), f"{NAME}.weight.absmax is of type F32"),
+        ("bitsandbytes-nf4", "weight.quant_map", lambda t: t / 0, "weight.quant_map has a scale that is no finite"),
+        ("bitsandbytes-nf4", "weight.nested_absmax", None, f"its weights lack {NAME}.weight.nested_absmax"),
+        ("bitsandbytes-int8", "SCB", None, f"its weights lack {NAME}.weight_scale"),
         ("fp8-block", "weight_scale_inv", lambda t: t[:1], f"model.safetensors: {NAME}.weight_scale_inv has the shape"),
     ],
 )
