@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING
 from llguidance import LLTokenizer
 
 from genbatch.nif.errors import NativeError
+from genbatch.nif.limited_process import LimitedProcess
 from genbatch.nif.sampling.grammar import GrammarConstraint, build_tokenizer, compile_matcher
-from genbatch.nif.sampling.grammar_checker import GrammarChecker
 
 if TYPE_CHECKING:
     from genbatch.nif.models.loaded_model import Model
 
 # Compiled grammars that stay in memory.
 MAX_CACHED = 64
+MAX_MEMORY = 512 * 2**20  # bytes by which the child process may grow for one grammar
 _NO_END = "the model has no end-of-sequence token, which is what ends an answer that matches"
 
 
@@ -39,7 +40,7 @@ class GrammarCompiler:
             "n_vocab": width,
             "eos_token": sorted(model.eos_token_ids) or None,
         }
-        self._checker = GrammarChecker(self._settings)
+        self._child = LimitedProcess("genbatch.nif.sampling.grammar_child")
         self._tokenizer: LLTokenizer | None = None
         self._cached: OrderedDict[bytes, GrammarConstraint | str] = OrderedDict()  # str: the reason of a refusal
 
@@ -50,7 +51,7 @@ class GrammarCompiler:
         """
         if self._has_end:
             self._tokenizer = self._tokenizer or build_tokenizer(self._settings)
-            self._checker.start()
+            self._start()
 
     def compile(self, kind: str, text: str, owner: bytes, number: int) -> list[GrammarConstraint]:
         """Return constraints for `number` sequences, prepared for their first token.
@@ -77,12 +78,12 @@ class GrammarCompiler:
         return [known.fork() for _ in range(number)]
 
     def close(self) -> None:
-        """End the checker's process."""
-        self._checker.close()
+        """End the child process."""
+        self._child.end()
 
     def _compile(self, kind: str, text: str) -> GrammarConstraint | str:
         """Compile a constraint to fork; returns the reason of a refusal instead if there is one."""
-        grammar, refusal = self._checker.check(kind, text, self._max_s)
+        grammar, refusal = self._check(kind, text)
         if grammar is None:
             return refusal
         self.prepare()
@@ -90,3 +91,15 @@ class GrammarCompiler:
         constraint = compile_matcher(self._tokenizer, grammar)
         constraint.prepare()
         return constraint if constraint.fault is None else constraint.fault
+
+    def _start(self) -> None:
+        """Start the child process, unless it runs, and wait until it can compile."""
+        if not self._child.is_running:
+            self._child.start(self._settings)
+
+    def _check(self, kind: str, text: str) -> tuple[str | None, str]:
+        """Compile a grammar in the child process first; return it in llguidance's form, or None and the refusal."""
+        self._start()
+        job = {"kind": kind, "text": text}
+        answer: tuple[str | None, str] | None = self._child.ask(job, limit_s=self._max_s, memory=MAX_MEMORY)
+        return answer or (None, f"takes more than {self._max_s:g} s or {MAX_MEMORY >> 20} MiB to compile")

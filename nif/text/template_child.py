@@ -7,8 +7,8 @@ There are three kinds. Each is forked from the previous kind, has one socket to 
     worker    renders one job after another
 
 A fork of such a small process takes a millisecond, so replacing a killed worker delays no request. A template comes
-from a model's file and may be malicious. So compiling and rendering have limits of processor time and memory, which
-the kernel enforces. SIGPROF also ends a process inside a C function.
+from a model's file and may be malicious. So compiling and rendering have limits of processor time and memory
+(limited_process.py).
 
 The environment is that of transformers' `apply_chat_template`, which takes half a second and 45 MB to import.
 """
@@ -16,7 +16,6 @@ The environment is that of transformers' `apply_chat_template`, which takes half
 import gc
 import json
 import os
-import resource
 import signal
 import socket
 import struct
@@ -24,7 +23,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -36,6 +34,8 @@ import jinja2.parser
 import jinja2.runtime
 import jinja2.sandbox
 import jinja2.utils
+
+from genbatch.nif.limited_process import address_space, harden, limited
 
 FORK, KILL, YIELD, COMPILE, RENDER = b"F", b"K", b"Y", b"C", b"R"
 HEADER = struct.Struct("!cI")  # the command, and a child's number or the number of following bytes
@@ -59,12 +59,7 @@ _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 def main() -> None:
     """Run the root process; its argument is its socket."""
-    # Ignore signals: the engine ends its children by closing their sockets, and needs them while it drains.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with suppress(OSError):  # if the machine runs out of memory, these processes are killed first
-        Path("/proc/self/oom_score_adj").write_text("1000")
+    harden()
     serve(socket.socket(fileno=int(sys.argv[1])), {})
 
 
@@ -75,7 +70,7 @@ def serve(parent: socket.socket, templates: dict[str, jinja2.Template]) -> None:
         templates: the templates that the forking process has compiled.
     """
     children = _Children(parent, templates)
-    memory = _memory_now()
+    memory = address_space()
     while True:
         header, sockets = _receive_header(parent)
         if header is None:
@@ -89,10 +84,10 @@ def serve(parent: socket.socket, templates: dict[str, jinja2.Template]) -> None:
             continue
         data = _receive(parent, number)
         if kind == COMPILE:
-            with _Limit(COMPILE_S, memory + MAX_MEMORY):
+            with limited(COMPILE_S, memory + MAX_MEMORY):
                 answer = _compile(json.loads(data), templates)
         else:
-            with _Limit(RENDER_S + RENDER_S_PER_BYTE * number, memory + MAX_MEMORY + MEMORY_PER_BYTE * number):
+            with limited(RENDER_S + RENDER_S_PER_BYTE * number, memory + MAX_MEMORY + MEMORY_PER_BYTE * number):
                 answer = _render(json.loads(data), templates, MAX_PROMPT + PROMPT_PER_BYTE * number)
         parent.sendall(LENGTH.pack(len(answer)) + answer)
 
@@ -134,32 +129,6 @@ class _Children:
         for number, pid in list(self._pids.items()):
             if os.waitpid(pid, os.WNOHANG)[0]:
                 del self._pids[number]
-
-
-class _Limit:
-    """Limits a job: more processor time ends the process, and more memory raises MemoryError."""
-
-    def __init__(self, cpu_s: float, memory: int) -> None:
-        self._cpu_s = cpu_s
-        self._memory = memory
-
-    def __enter__(self) -> None:
-        _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        with suppress(ValueError, OSError):  # the system has no such limit, or a lower one
-            resource.setrlimit(resource.RLIMIT_AS, (self._memory, hard))
-        # The default action of SIGPROF ends the process in any code.
-        signal.setitimer(signal.ITIMER_PROF, self._cpu_s)
-
-    def __exit__(self, *_: object) -> None:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-def _memory_now() -> int:
-    """Return the bytes of address space; a high guess if the kernel does not tell."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    except OSError:
-        return 2**30
 
 
 def _receive_header(parent: socket.socket) -> tuple[bytes | None, Sequence[int]]:

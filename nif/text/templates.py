@@ -16,7 +16,6 @@ import os
 import select
 import socket
 import subprocess
-import sys
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -27,6 +26,7 @@ from threading import RLock
 from typing import Any
 
 from genbatch.nif.errors import NativeError
+from genbatch.nif.limited_process import start_child
 from genbatch.nif.text.template_child import (
     COMPILE,
     COMPILE_S,
@@ -84,7 +84,13 @@ class _Node:
         with theirs:
             try:
                 if parent is None:
-                    self._process = _start_root(theirs)
+                    self._process = start_child(
+                        "genbatch.nif.text.template_child",
+                        str(theirs.fileno()),
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        pass_fds=[theirs.fileno()],
+                    )
                 else:
                     parent._tell(FORK, number, theirs)
             except OSError:
@@ -131,20 +137,6 @@ class _Node:
         with self._lock:
             sockets = [] if hand_over is None else [hand_over.fileno()]
             socket.send_fds(self.socket, [HEADER.pack(kind, number)], sockets)
-
-
-def _start_root(end: socket.socket) -> subprocess.Popen[bytes]:
-    # Do not fork this process, because its threads and locks must not be copied.
-    code = "from genbatch.nif.text.template_child import main; main()"
-    return subprocess.Popen(
-        [sys.executable, "-P", "-c", code, str(end.fileno())],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        pass_fds=[end.fileno()],
-        start_new_session=True,  # keep the terminal's Ctrl-C away from it
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )
 
 
 @lru_cache(maxsize=1)

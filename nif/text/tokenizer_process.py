@@ -10,19 +10,14 @@ models. Their time is proportional to the text, so these expressions run in the 
 """
 
 import json
-import os
-import subprocess
-import sys
 import threading
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from genbatch.nif.limited_process import LimitedProcess
 from genbatch.nif.text.detokenizer import TokenizerError
-from genbatch.nif.text.tokenizer_child import ANSWER, JOB
 
 _ENGLISH = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -126,10 +121,9 @@ class TokenizerProcess:
     """
 
     def __init__(self, tokenizer: str, added: Sequence[str] = ()) -> None:
-        self._job = json.dumps({"tokenizer": tokenizer, "added": list(added)}).encode()
+        self._settings = {"tokenizer": tokenizer, "added": list(added)}
         self._lock = threading.Lock()
-        self._open: list[subprocess.Popen[bytes]] = []  # one at most
-        weakref.finalize(self, _close, self._open)
+        self._child = LimitedProcess("genbatch.nif.text.tokenizer_child")
 
     def load(self) -> None:
         """Start the process if it is not running.
@@ -146,60 +140,30 @@ class TokenizerProcess:
         Raises:
             TokenizerError: the tokenizer fails on this text, or takes too long.
         """
-        job = json.dumps([text, pair, add_special_tokens]).encode()
-        limit_s = ENCODE_S + ENCODE_S_PER_BYTE * len(job)
+        size = len(json.dumps([text, pair]))
         with self._lock:
             self._load()
-            return _Encoded(*self._ask(job, limit_s, "for this text"))
+            limit_s = ENCODE_S + ENCODE_S_PER_BYTE * size
+            answer = self._child.ask([text, pair, add_special_tokens], limit_s=limit_s)
+        return _Encoded(*_value(answer, limit_s, "for this text"))
 
     def _load(self) -> None:
-        if self._open and self._open[0].poll() is not None:
-            _close(self._open)
-        if not self._open:
-            self._open.append(_start())
-            self._ask(self._job, LOAD_S, "to be read")
-
-    def _ask(self, job: bytes, limit_s: float, purpose: str) -> Any:
-        (process,) = self._open
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            process.stdin.write(JOB.pack(limit_s, len(job)) + job)
-            process.stdin.flush()
-            header = process.stdout.read(ANSWER.size)
-            data = process.stdout.read(ANSWER.unpack(header)[0]) if header else b""
-        except OSError:
-            data = b""
-        if not data:
-            _close(self._open)
-            raise TokenizerError(f"the model's tokenizer takes more than {limit_s:.2g} s {purpose}")
-        answer, fault = json.loads(data)
-        if fault:
-            raise TokenizerError(f"the model's tokenizer failed: {fault}")
-        return answer
+        if not self._child.is_running:
+            _value(self._child.start(self._settings, limit_s=LOAD_S), LOAD_S, "to be read")
 
 
-def _start() -> subprocess.Popen[bytes]:
-    # Do not fork this process, because its threads and locks must not be copied.
-    code = "from genbatch.nif.text.tokenizer_child import main; main()"
-    return subprocess.Popen(
-        [sys.executable, "-P", "-c", code],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,  # keep the terminal's Ctrl-C away from it
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )
+def _value(answer: tuple[Any, str] | None, limit_s: float, purpose: str) -> Any:
+    """Return the value in the process's answer.
 
-
-def _close(processes: list[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        process.kill()
-        for pipe in (process.stdin, process.stdout):
-            assert pipe is not None
-            with suppress(OSError):  # the child is gone, so unwritten bytes do not matter
-                pipe.close()
-        process.wait()
-    processes.clear()
+    Raises:
+        TokenizerError: the answer has a fault, or the process has exceeded its limit.
+    """
+    if answer is None:
+        raise TokenizerError(f"the model's tokenizer takes more than {limit_s:.2g} s {purpose}")
+    value, fault = answer
+    if fault:
+        raise TokenizerError(f"the model's tokenizer failed: {fault}")
+    return value
 
 
 def check_loading(directory: Path) -> None:

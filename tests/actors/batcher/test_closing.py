@@ -17,7 +17,7 @@ from genbatch.actors.runtime.errors import ActorDown
 from genbatch.nif.context import Context
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runners.torch_runner import TorchRunner
-from genbatch.nif.sampling.grammar_checker import GrammarChecker
+from genbatch.nif.sampling.grammar_compiler import GrammarCompiler
 from genbatch.proto.errors import GenbatchError
 from genbatch.proto.messages import GenerateRequest, Message, TokenizeRequest
 from tests.simulation.sim_worker import SimWorker
@@ -90,7 +90,7 @@ def test_at_every_moment_of_closing_each_caller_is_answered(
 ) -> None:
     """An exception in what a thread tells would come out of `run` as the end of the whole program."""
     # The process that tries grammars is tested elsewhere, and takes a second to start.
-    monkeypatch.setattr(GrammarChecker, "check", lambda _self, _kind, text, _max_s: (_regex(text), ""))
+    monkeypatch.setattr(GrammarCompiler, "_check", lambda _self, _kind, text: (_regex(text), ""))
     kinds: set[str] = set()
     for moment in range(MOMENTS):
         closing = Closing(tiny_model("llama"), moment)

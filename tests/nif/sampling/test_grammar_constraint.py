@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genbatch.nif.models.loaded_model import Model
-from genbatch.nif.sampling import grammar, grammar_checker
+from genbatch.nif.sampling import grammar, grammar_compiler
 from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.grammar import FIRST_S, GrammarConstraint
 from genbatch.nif.sampling.grammar_compiler import MAX_CACHED, GrammarCompiler, GrammarError
@@ -215,18 +215,17 @@ def test_a_refusal_is_remembered_and_the_next_grammar_compiled(compiler: Grammar
     for _ in range(2):
         with pytest.raises(GrammarError, match="takes more than"):
             one(compiler, "regex", HOSTILE)
-    assert compiler._checker._child is None  # killed over the first, not started again for the second
+    assert not compiler._child.is_running  # killed over the first, not started again for the second
     assert allowed(one(compiler, "regex", "after a kill"))
 
 
 def test_the_checker_outlives_signals_that_end_a_service(compiler: GrammarCompiler) -> None:
     assert allowed(one(compiler, "regex", "before the signals"))
-    child = compiler._checker._child
-    assert child is not None
+    (child,) = compiler._child._running
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         child.send_signal(number)
     assert allowed(one(compiler, "regex", "behind the signals"))
-    assert child is compiler._checker._child and child.poll() is None
+    assert compiler._child._running == [child] and child.poll() is None
 
 
 def test_a_hostile_grammar_s_tokens_have_a_budget(compiler: GrammarCompiler, model: Model) -> None:
@@ -293,15 +292,14 @@ def test_logits_wider_than_the_tokenizer_are_never_chosen_beyond_it(compiler: Gr
 def test_the_checker_s_process_imports_neither_torch_nor_an_event_loop() -> None:
     import subprocess
 
-    program = "import sys, genbatch.nif.sampling.grammar_checker, genbatch.nif.sampling.grammar\n"
+    program = "import sys, genbatch.nif.sampling.grammar_child\n"
     program += "print(sorted({'torch', 'trio', 'transformers'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout.replace("'", '"')) == []
 
 
-def test_the_process_that_tries_grammars_may_grow_so_much_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits: list[tuple[int, tuple[int, int]]] = []
-    monkeypatch.setattr(grammar_checker.resource, "setrlimit", lambda kind, pair: limits.append((kind, pair)))
-    grammar_checker._limit_memory()
-    ((kind, (soft, _)),) = limits
-    assert kind == resource.RLIMIT_AS and 0 <= soft - grammar_checker.MAX_MEMORY < 2**40
+def test_the_process_that_tries_grammars_may_grow_so_much_and_no_more(compiler: GrammarCompiler) -> None:
+    assert allowed(one(compiler, "regex", "a limit is set"))
+    (child,) = compiler._child._running
+    soft, _ = resource.prlimit(child.pid, resource.RLIMIT_AS)
+    assert 0 <= soft - grammar_compiler.MAX_MEMORY < 2**40

@@ -76,15 +76,15 @@ def test_a_process_that_was_killed_from_outside_is_replaced(harmless: Tokenizer)
     assert harmless.encode("ab") == [0]
     process = harmless._process
     assert process is not None
-    process._open[0].kill()
-    process._open[0].wait()
+    process._child._running[0].kill()
+    process._child._running[0].wait()
     assert harmless.encode("ab") == [0]
 
 
 def test_a_process_ends_with_its_tokenizer() -> None:
     process = TokenizerProcess(splitting(HARMLESS).to_str())
     process.load()
-    (child,) = process._open
+    (child,) = process._child._running
     del process
     gc.collect()
     assert child.returncode is not None
