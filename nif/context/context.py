@@ -420,7 +420,7 @@ class Context:
 
         Args:
             key: the prefix cache's key for the sequence and its continuation, for trusted data.
-                None keeps the sequence and its continuation out of the prefix cache, for data that nobody vouches for.
+                None keeps the sequence and its continuation out of the prefix cache, for data that is not trusted.
             adapter: the adapter that the sequence was evaluated with.
 
         Raises:
@@ -447,8 +447,8 @@ class Context:
         """Cache blocks of a prefix that were read from the disk; returns how many of the first blocks are cached now.
 
         Args:
-            names: of the prefix's first blocks.
-            contents: of the last of these; the blocks before them were cached, and may be so no more.
+            names: the names of the prefix's first blocks.
+            contents: the content of the last of these blocks. The blocks before them were cached, and may be evicted.
         """
         first = len(names) - len(contents)
 

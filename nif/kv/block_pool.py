@@ -68,9 +68,9 @@ class Reach:
         return block >= first_needed or block < self.kept
 
 
+# Why tokens are evaluated again, see `num_recomputed`; of several causes, the first one counts.
 EVICTED, NO_SNAPSHOT, WINDOW, VOLATILE_LINE = "evicted", "no_snapshot", "window", "volatile_line"
 CAUSES = (EVICTED, NO_SNAPSHOT, WINDOW, VOLATILE_LINE)
-"""Why tokens that were evaluated before are evaluated again, the first that applies; see `num_recomputed`."""
 
 _MAX_REMEMBERED = 1 << 16  # names and contents of blocks, for the counters of causes
 
@@ -95,8 +95,8 @@ class PrefixCache:
         num_hit_tokens: those of them that were cached.
         num_recomputed: by cause, tokens of whole blocks that this cache had before and that are evaluated again.
             "evicted": a group that attends to all positions lost the block. "no_snapshot": the states of recurrent
-            layers at the block's end were evicted. "window": the blocks of a window were. "volatile_line": the block's
-            own tokens were seen under this key, but after another beginning.
+            layers at the block's end were evicted. "window": a window's blocks were evicted. "volatile_line": the
+            block's own tokens were seen under this key, but after another beginning.
     """
 
     def __init__(self, block_size: int, groups: Sequence[LayerGroup] = (LayerGroup((0,)),)) -> None:

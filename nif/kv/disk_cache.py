@@ -3,7 +3,7 @@
     disk = DiskCache(folder, identity, max_bytes, block_bytes)
     disk.follow(copy, is_same)
     disk.offer(name, block, version)  # writes a block that became whole, on a thread of its own
-    disk.num_known(names)             # how many of these blocks, from the first on, are on disk
+    disk.num_known(names)             # how many of the first blocks are on disk
     disk.read(names)                  # their content, up to the first that is missing or damaged
 
 A file holds one block, and the block's name is the file's name: SHA-256 over the tenant, the adapter and all tokens up
@@ -40,10 +40,10 @@ _BLOCK = re.compile(r"[0-9a-f]{64}\.block")
 _PARTIAL = re.compile(r"tmp\w+\.partial")
 _MAX_QUEUED = 1 << 14  # blocks that wait to be written; later ones are left out
 _PAUSE_S = 60.0  # after an error the disk gets no blocks for so long
-_READ_S = 1.0  # a disk that takes longer for a prompt's blocks is not waited for
-_LEFT_SHARE = 0.9  # of the bound stays when files are removed
-_UNCOUNTED_SHARE = 0.05  # of the bound may be written before the files of all processes are counted again
-_STALE_S = 3600.0  # a file that was being written so long ago has no writer any more
+_READ_S = 1.0  # the longest wait for a prompt's blocks
+_LEFT_SHARE = 0.9  # the share of the bound that stays when files are removed
+_UNCOUNTED_SHARE = 0.05  # the share of the bound that is written before the files of all processes are counted again
+_STALE_S = 3600.0  # a partial file of this age has no writer any more
 
 Copy = Callable[[int], bytes]
 IsSame = Callable[[int, int], bool]
@@ -54,14 +54,14 @@ class DiskCache:
 
     Args:
         folder: the operator's folder, made if it is missing.
-        identity: of the model, its format and the kernels; see `fingerprint`.
+        identity: a digest of the model, its format and the kernels; see `fingerprint`.
         max_bytes: the bound of the folder.
         block_bytes: bytes of a block.
 
     Attributes:
         num_read: blocks that were read.
         num_written: blocks that were written.
-        num_damaged: files that were not what was written.
+        num_damaged: files with other content than was written.
         num_errors: errors of the disk.
 
     Raises:
@@ -180,7 +180,7 @@ class DiskCache:
             return
 
     def _all_blocks(self) -> Iterator[tuple[int, int, str]]:
-        """Yield time, size and path of all blocks; remove what writers left that were killed.
+        """Yield time, size and path of all blocks; remove the partial files of killed writers.
 
         The operator may have named a folder with other content: a mount point has lost+found, for example.
         """
@@ -199,7 +199,7 @@ class DiskCache:
     # Reading
 
     def num_known(self, names: Sequence[bytes]) -> int:
-        """Return how many blocks, from the first on, seem to be on disk."""
+        """Return how many of the first blocks seem to be on disk."""
         count = next((index for index, name in enumerate(names) if name not in self._known), len(names))
         return 0 if self._closed else count
 
@@ -228,7 +228,7 @@ class DiskCache:
 
     def _read(self, name: bytes) -> bytes | None:
         path = self._path(name)
-        # Without a wait, since a pipe may be there.
+        # Do not block: the path may be a pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(descriptor)

@@ -365,8 +365,8 @@ class KVCache:
         """Cache a prefix's blocks, with content from elsewhere; they are the last to be evicted.
 
         Args:
-            names: of the prefix's first blocks.
-            first: blocks that must be cached already.
+            names: the names of the prefix's first blocks.
+            first: the number of blocks that must be cached already.
             write: called with places in `names` and the new blocks' ids; it writes their content.
 
         Returns:
