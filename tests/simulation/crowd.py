@@ -337,8 +337,8 @@ def _watch_drafts(batcher: Batcher) -> None:
         reservation = reserve(entries)
         if left:
             most, is_exact = left.pop()
-            # Guessed tokens have a draft of their own. If they did not fit, it is empty: the step is the planned one.
-            if made is not planned[0] and any(made.taken):
+            # Guessed tokens have a draft of their own. If they do not fit, the step is the planned one.
+            if made is not planned[0] and any(len(tokens) > 1 for _, tokens, _ in entries):
                 most = tuple(map(sub, free, made.taken))
             now = kv.free_blocks
             assert now == most if is_exact else all(map(ge, now, most)), f"{most} were to be left free, {now} are"
