@@ -54,7 +54,8 @@ from genbatch.nif.models.gguf_file import GgufFile, GgufWeights
 from genbatch.nif.models.hub import Progress
 from genbatch.nif.models.loaded_model import DTYPES, Model
 from genbatch.nif.models.model_source import ModelSource, no_progress, quiet_transformers, resolve_model
-from genbatch.nif.models.quantised_checkpoint import QuantisedWeights, quantisation_of
+from genbatch.nif.models.quantisation import quantisation_of
+from genbatch.nif.models.quantised_checkpoint import QuantisedWeights
 from genbatch.nif.models.self_check import check_paged_path, probe_layers
 from genbatch.nif.models.weight_source import SafetensorsWeights, TextWeights, WeightSource, joined
 from genbatch.nif.pooling import (

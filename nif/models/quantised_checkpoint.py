@@ -1,6 +1,6 @@
-"""Reads quantised checkpoints: GPTQ, AWQ, compressed-tensors, FP8, MXFP4 and bitsandbytes in safetensors.
+"""Reads quantised checkpoints: GPTQ, AWQ, compressed-tensors, FP8, NVFP4, MXFP4 and bitsandbytes in safetensors.
 
-scheme = quantisation_of("model", config, directory)        # None of a plain checkpoint; refuses what is not read
+scheme = quantisation_of("model", config, directory)        # None of a plain checkpoint
 weights = QuantisedWeights("model", SafetensorsWeights("model", directory), scheme)
 weights.tensor("model.layers.0.mlp.up_proj.weight").kind    # "G4_128": the file's own codes, scales and zeros
 
@@ -11,7 +11,10 @@ no other code needs to know them. The files determine the quantised linears: lin
     gptq                qweight [k / codes, n] int32, qzeros [groups, n / codes] int32, scales [groups, n], g_idx [k]
     awq                 qweight [k, n / 8] int32 in the order of `_AWQ_ORDER`, qzeros [groups, n / 8] likewise, scales
     compressed-tensors  weight_packed [n, k / codes] int32, weight_shape, weight_scale [n, groups], weight_zero_point;
-                        or weight [n, k] in int8 or FP8 beside weight_scale
+                        or weight [n, k] in int8 or FP8 beside weight_scale; of NVFP4 and MXFP4 weight_packed
+                        [n, k / 2] uint8 and weight_scale [n, k / 16 or 32], of NVFP4 also weight_global_scale [1]
+    modelopt            weight [n, k] in FP8, weight_scale [1]; or of NVFP4 weight [n, k / 2] uint8, weight_scale
+                        [n, k / 16] in FP8, weight_scale_2 [1]
     fp8                 weight [n, k] in FP8, weight_scale_inv [n / 128, k / 128] or one number
     mxfp4               experts' NAME_blocks [experts, n, k / 32, 16] uint8, NAME_scales [experts, n, k / 32] uint8; the
                         rows of gate_up_proj are a gate and an up in turn
@@ -19,24 +22,25 @@ no other code needs to know them. The files determine the quantised linears: lin
                         block of weights, and weight.quant_state, JSON; of 8 bits: weight [n, k] int8, SCB [n]
 
 n are outputs, k inputs, `codes` as many as an int32 holds. A weight is scale * (code - zero), computed in float32.
-Codes of 4 and 8 bits in groups of whole 32 inputs stay codes (`GROUP_KINDS`), FP8 in E4M3 stays bytes (`FP8_KINDS`).
+Codes of 4 and 8 bits in groups of whole 32 inputs stay codes (`GROUP_KINDS`), and so do FP8 in E4M3 (`FP8_KINDS`) and
+NVFP4 (`FP4_KINDS`).
 Other codes are widened to float32, one matrix at a time: FP8 in E5M2, and groups that take their inputs from everywhere
 (`desc_act`); those of bitsandbytes to the type that their state names, as bitsandbytes does.
 """
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from genbatch.nif.errors import ModelError
-from genbatch.nif.models.file_checks import check_counts, one_line, read_object, shown
+from genbatch.nif.models.file_checks import one_line
+from genbatch.nif.models.quantisation import CODE_BITS, Quantisation
 from genbatch.nif.models.weight_source import (
     FLOAT_KINDS,
+    FP4_KINDS,
     FP8_KINDS,
     GROUP_KINDS,
     SafetensorsWeights,
@@ -44,14 +48,7 @@ from genbatch.nif.models.weight_source import (
     stored,
 )
 
-_REMEDY = (
-    "take the model as it was before, with quantize int8 or int4, or its GPTQ, AWQ or compressed-tensors form in 4 or "
-    "8 bits, its FP8 form, or a GGUF file"
-)
-_BITS = (4, 8)
 _WORD = 32  # bits
-_FP8_METHODS = ("fp8", "fbgemm_fp8")
-_COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "dense")
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of eight that each half byte of a word holds, lowest first
 _FP8_KINDS = ("F8_E4M3", "F8_E5M2")
 _SCALE_KINDS = (*FLOAT_KINDS, "F8_E8M0")
@@ -61,156 +58,9 @@ _BESIDE = (
     *("qweight", "qzeros", "scales", "g_idx"),
     *("weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape", "weight_g_idx"),
     *("absmax", "quant_map", "nested_absmax", "nested_quant_map", "bitsandbytes__nf4", "bitsandbytes__fp4"),
-    *("SCB", "weight_format"),
+    *("SCB", "weight_format", "weight_scale_2", "weight_global_scale", "input_global_scale"),
     *("input_scale", "input_zero_point", "input_scale_ub", "activation_scale", "output_scale", "k_scale", "v_scale"),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Quantisation:
-    """A configuration's description of its checkpoint's quantised weights.
-
-    Args:
-        method: "gptq", "awq", "compressed-tensors", "fp8", "mxfp4" or "bitsandbytes".
-        bits: of a code; None where linears differ, or have no codes.
-        groups: inputs that share a scale, in each way that some linears have it; -1 is all of a linear's.
-        less_one: whether zeros are stored less one, as GPTQ's first format has them.
-        tile: outputs and inputs that share a scale of FP8; None: not by tiles.
-    """
-
-    method: str
-    bits: int | None = None
-    groups: tuple[int, ...] = ()
-    less_one: bool = False
-    tile: tuple[int, int] | None = None
-
-
-def quantisation_of(source: str, config: Any, directory: Path) -> Quantisation | None:
-    """Return a checkpoint's quantisation; None for a plain checkpoint.
-
-    Args:
-        source: what the user called the model, for errors.
-        config: transformers' configuration.
-        directory: where config.json is, and quantize_config.json of GPTQ's first tools.
-
-    Raises:
-        ModelError: the quantisation is not supported; the reason names the field and an alternative.
-    """
-    stated = getattr(config, "quantization_config", None) or getattr(config, "compression_config", None)
-    where = "quantization_config"
-    if stated is None and (directory / "quantize_config.json").is_file():
-        where = "quantize_config.json"
-        stated = {"quant_method": "gptq", **read_object(source, directory / where)}
-        check_counts(source, where, stated)
-    if stated is None:
-        return None
-    fields: Any = stated if isinstance(stated, Mapping) or not hasattr(stated, "to_dict") else stated.to_dict()
-    if not isinstance(fields, Mapping):
-        raise ModelError(source, f"{where} is {shown(fields)}, no object")
-    return _Reading(source, where, fields).scheme()
-
-
-class _Reading:
-    """The fields of a quantization_config, and the errors that name them."""
-
-    def __init__(self, source: str, where: str, fields: Mapping[str, Any]) -> None:
-        self._source = source
-        self._where = where
-        self._fields = fields
-
-    def scheme(self) -> Quantisation:
-        method = str(self._fields.get("quant_method", ""))
-        known = {"gptq": self._gptq, "awq": self._awq, "compressed-tensors": self._compressed}
-        if method in ("mxfp4", "bitsandbytes"):
-            return Quantisation(method)
-        if method in _FP8_METHODS:
-            return self._fp8()
-        if method not in known:
-            raise self._refused(f"quant_method is {method!r}")
-        try:
-            return known[method]()
-        except (TypeError, ValueError, AttributeError, OverflowError) as fault:
-            raise ModelError(self._source, f"{self._where} contradicts itself: {one_line(fault)}") from fault
-
-    def _refused(self, what: str) -> ModelError:
-        return ModelError(self._source, f"{self._where}: {what}, which is not read; {_REMEDY}")
-
-    def _first(self, *names: str) -> Any:
-        """Return the first of these fields that is set."""
-        return next((self._fields[name] for name in names if self._fields.get(name) is not None), None)
-
-    def _bits(self, *names: str) -> int:
-        bits = self._first(*names)
-        if isinstance(bits, bool) or bits not in _BITS:
-            raise self._refused(f"{names[0]} is {bits!r}")
-        return int(bits)
-
-    def _gptq(self) -> Quantisation:
-        layout = self._first("checkpoint_format", "format") or "gptq"
-        if self._fields.get("is_marlin_format"):
-            layout = "marlin"
-        if layout not in ("gptq", "gptq_v2"):
-            raise self._refused(f"checkpoint_format is {layout!r}")
-        if self._fields.get("pack_dtype", "int32") not in ("int32", "torch.int32"):
-            raise self._refused(f"pack_dtype is {self._fields['pack_dtype']!r}")
-        bits, groups = self._bits("bits"), [int(self._fields.get("group_size") or -1)]
-        # GPTQModel's settings for some linears: "-:" leaves them out, others may have bits and groups of their own.
-        own = [value for value in (self._fields.get("dynamic") or {}).values() if isinstance(value, Mapping)]
-        for value in own:
-            if value.get("bits", bits) not in _BITS:
-                raise self._refused(f"dynamic names {value['bits']!r} bits")
-            groups.append(int(value.get("group_size", groups[0])))
-        mixed = any(value.get("bits", bits) != bits for value in own)
-        return Quantisation("gptq", None if mixed else bits, tuple(groups), layout == "gptq")
-
-    def _awq(self) -> Quantisation:
-        layout = str(self._first("version", "checkpoint_format", "format") or "gemm").lower()
-        if layout != "gemm":
-            raise self._refused(f"version is {layout!r}")
-        bits = self._bits("bits", "w_bit")
-        if bits != 4:
-            raise self._refused(f"bits is {bits} of AWQ")
-        return Quantisation("awq", bits, (int(self._first("group_size", "q_group_size") or -1),))
-
-    def _compressed(self) -> Quantisation:
-        formats = [self._fields.get("format") or "dense"]
-        sparse = (self._fields.get("sparsity_config") or {}).get("format", "dense")
-        if sparse != "dense":
-            raise self._refused(f"sparsity_config.format is {sparse!r}")
-        if (self._fields.get("transform_config") or {}).get("config_groups"):
-            raise self._refused("transform_config turns activations")
-        groups: list[int] = []
-        tile: tuple[int, int] | None = None
-        for name, group in (self._fields.get("config_groups") or {}).items():
-            if group.get("format"):
-                formats.append(group["format"])
-            weights = group.get("weights") or {}
-            bits, kind = weights.get("num_bits", 8), weights.get("type", "int")
-            if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8)):
-                raise self._refused(f"config_groups.{name}.weights is {kind} of {bits} bits")
-            groups.append(int(weights.get("group_size") or -1))
-            if weights.get("strategy") == "block":
-                tile = _tile(weights.get("block_structure"))
-        several = len(formats) > 1 and formats[0] == "mixed-precision"
-        for layout in formats[1:] if several else formats:
-            if layout not in _COMPRESSED_FORMATS:
-                raise self._refused(f"format is {layout!r}")
-        return Quantisation("compressed-tensors", None, tuple(groups), tile=tile)
-
-    def _fp8(self) -> Quantisation:
-        try:
-            tile = self._fields.get("weight_block_size")
-            return Quantisation("fp8", tile=None if tile is None else _tile(tile))
-        except (TypeError, ValueError) as fault:
-            raise ModelError(self._source, f"{self._where}: weight_block_size is {tile!r}: {fault}") from fault
-
-
-def _tile(tile: Any) -> tuple[int, int]:
-    """Read the outputs and inputs of a tile, from a list or from "128x128"."""
-    outputs, inputs = tile.split("x") if isinstance(tile, str) else tile
-    if not (int(outputs) > 0 and int(inputs) > 0):
-        raise ValueError(f"a tile of {outputs} x {inputs}")
-    return int(outputs), int(inputs)
 
 
 class QuantisedWeights:
@@ -263,9 +113,10 @@ class QuantisedWeights:
         return name in self._files.names() and self._files.kind(name) in FLOAT_KINDS
 
     def _has_codes(self, name: str) -> bool:
-        return self._files.kind(name) in ("I8", *_FP8_KINDS) or f"{name}.quant_map" in self._files.names()
+        beside = {f"{name}.quant_map", f"{name}_scale_2"}
+        return self._files.kind(name) in ("I8", *_FP8_KINDS) or not beside.isdisjoint(self._files.names())
 
-    def _form(self, name: str) -> "_Gptq | _Awq | _Packed | _Plain | _FourBits":
+    def _form(self, name: str) -> "_Gptq | _Awq | _Packed | _Plain | _FourBits | _FourBitFloats":
         linear = self._linears[name]
         parts = _Parts(self._model, self._files, linear, self._scheme)
         if self._scheme.method == "gptq":
@@ -274,6 +125,9 @@ class QuantisedWeights:
             return _Awq(parts)
         if parts.has("weight.quant_map"):
             return _FourBits(parts)
+        for codes in ("weight_packed", "weight"):
+            if parts.has(codes) and parts.kind(codes) == "U8":
+                return _FourBitFloats(parts, codes)
         return _Packed(parts) if parts.has("weight_packed") else _Plain(parts)
 
 
@@ -300,14 +154,19 @@ class _Mxfp4Expert:
 
     def read(self, name: str, files: SafetensorsWeights) -> StoredTensor:
         """The matrix in blocks as GGUF has them: an exponent, then the codes of the inputs i and i + 16 in one byte."""
-        pairs = files.part(self.base + _BLOCKS, self.index).numpy()[self.first :: self.step]  # [n, groups, 16]
+        pairs = files.part(self.base + _BLOCKS, self.index).numpy()[self.first :: self.step]
         scales = files.part(self.base + _EXPONENTS, self.index).numpy()[self.first :: self.step]
-        low, high = pairs[:, :, :8], pairs[:, :, 8:]
-        blocks = np.empty((*scales.shape, 17), np.uint8)
-        blocks[:, :, 0] = scales
-        blocks[:, :, 1::2] = (low & 15) | (high << 4)
-        blocks[:, :, 2::2] = (low >> 4) | (high & 0xF0)
-        return StoredTensor(name, "MXFP4", self.shape, blocks.reshape(len(blocks), -1))
+        return StoredTensor(name, "MXFP4", self.shape, _mxfp4_blocks(pairs, scales))
+
+
+def _mxfp4_blocks(pairs: np.ndarray, exponents: np.ndarray) -> np.ndarray:
+    """The blocks of GGUF [n, bytes], of codes [n, groups, 16], two inputs a byte, and exponents [n, groups]."""
+    low, high = pairs[:, :, :8], pairs[:, :, 8:]
+    blocks = np.empty((*exponents.shape, 17), np.uint8)
+    blocks[:, :, 0] = exponents
+    blocks[:, :, 1::2] = (low & 15) | (high << 4)
+    blocks[:, :, 2::2] = (low >> 4) | (high & 0xF0)
+    return blocks.reshape(len(blocks), -1)
 
 
 def _mxfp4_experts(model: str, files: SafetensorsWeights) -> dict[str, _Mxfp4Expert]:
@@ -424,7 +283,7 @@ class _Gptq:
         words, _ = parts.shape("qweight", ("I32",), 2)
         _, zero_words = parts.shape("qzeros", ("I32",), 2)
         self._bits = parts.scheme.bits or zero_words * _WORD // outputs
-        if self._bits not in _BITS:
+        if self._bits not in CODE_BITS:
             raise parts.fault("qzeros", f"has {self._bits} bits an output, where 4 or 8 are read")
         inputs = words * _WORD // self._bits
         if outputs * self._bits % _WORD:
@@ -479,7 +338,7 @@ class _Packed:
         if min(outputs, inputs) < 1:
             raise parts.fault("weight_shape", f"says {outputs} outputs of {inputs} inputs")
         _, words = parts.shape("weight_packed", ("I32",), 2)
-        fitting = [bits for bits in _BITS if -(-inputs // (_WORD // bits)) == words]
+        fitting = [bits for bits in CODE_BITS if -(-inputs // (_WORD // bits)) == words]
         if not fitting:
             raise parts.fault("weight_packed", f"has {words} words for {inputs} inputs, which is neither 4 nor 8 bits")
         self._bits = fitting[0]
@@ -575,6 +434,49 @@ class _Plain:
             return StoredTensor(parts.name, f"F8_{block}", (outputs, inputs), blocks.reshape(outputs, -1))
         scale = torch.from_numpy(scales).repeat_interleave(tall, 0)[:outputs].repeat_interleave(wide, 1)[:, :inputs]
         return stored(parts.name, weight.float().mul_(scale))
+
+
+_NV_GROUP = 16  # inputs that share a scale of NVFP4
+
+
+class _FourBitFloats:
+    """NVFP4, or compressed-tensors' MXFP4: two codes of E2M1 a byte, the first in the low half."""
+
+    def __init__(self, parts: _Parts, codes: str) -> None:
+        self._parts = parts
+        self._codes = codes
+        outputs, size = parts.shape(codes, ("U8",), 2)
+        self.shape = (outputs, 2 * size)
+        parts.shape("weight_scale", ("F8_E4M3", "U8", "F8_E8M0"), 2)
+        self._mx = parts.kind("weight_scale") != "F8_E4M3"
+        group = _MX_GROUP if self._mx else _NV_GROUP
+        if 2 * size % _MX_GROUP:
+            raise parts.fault(codes, f"has {2 * size} inputs, which are no whole groups of {_MX_GROUP}")
+        parts.expect("weight_scale", (outputs, 2 * size // group), ("F8_E4M3", "U8", "F8_E8M0"))
+        self._whole = "weight_global_scale" if codes == "weight_packed" else "weight_scale_2"
+        if not self._mx and np.prod(parts.shape(self._whole, ("F32",)), dtype=object) != 1:
+            raise parts.fault(self._whole, "is not one number")
+
+    def read(self) -> StoredTensor:
+        parts, (outputs, inputs) = self._parts, self.shape
+        codes = parts.read(self._codes).numpy()
+        scales = parts.read("weight_scale").view(torch.uint8).numpy()
+        if self._mx:
+            blocks = _mxfp4_blocks(codes.reshape(*scales.shape, -1), scales)
+            return StoredTensor(parts.name, "MXFP4", self.shape, blocks)
+        parts.scales("weight_scale")  # refuses NaN
+        whole = parts.scales(self._whole).reshape(1)
+        if self._whole == "weight_global_scale":  # which divides
+            if whole == 0:
+                raise parts.fault(self._whole, "is zero, and divides the scales")
+            whole = np.float32(1) / whole
+        kind, block = next((kind, size) for kind, size in reversed(FP4_KINDS.items()) if inputs % size == 0)
+        groups = block // _NV_GROUP
+        blocks = np.empty((outputs, inputs // block, 4 + groups + block // 2), np.uint8)
+        blocks[:, :, :4] = whole.astype("<f4").view(np.uint8)
+        blocks[:, :, 4 : 4 + groups] = scales.reshape(outputs, -1, groups)
+        blocks[:, :, 4 + groups :] = codes.reshape(outputs, -1, block // 2)
+        return StoredTensor(parts.name, kind, self.shape, blocks.reshape(outputs, -1))
 
 
 _STATE = "weight.quant_state.bitsandbytes__"

@@ -3,7 +3,7 @@
 Packed code by code, as the formats' own tools define it, without any of the reader's code:
 GPTQ (AutoGPTQ, GPTQModel: `qlinear` pack), AWQ (AutoAWQ: WQLinear_GEMM, order 0 2 4 6 1 3 5 7), compressed-tensors
 (`pack_to_int32`), FP8 (transformers' and vLLM's `fp8`, DeepSeek's weight_scale_inv), bitsandbytes (`QuantState.as_dict`
-with `packed=True`; `Linear8bitLt`).
+with `packed=True`; `Linear8bitLt`), NVFP4 (`pack_fp4_to_uint8`, ModelOpt's NVFP4QTensor).
 """
 
 import json
@@ -230,6 +230,38 @@ def four_bits(
     return write
 
 
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+def four_bit_floats(
+    codes_name: str, whole_name: str | None
+) -> Callable[[Format, torch.Tensor], tuple[dict[str, torch.Tensor], torch.Tensor]]:
+    """NVFP4, in which a group of 16 has a scale in FP8; without a name of the matrix's own scale: MXFP4."""
+    levels = torch.tensor([*E2M1, *(-level for level in E2M1)])
+
+    def write(form: Format, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        groups = weight.reshape(len(weight), -1, 32 if whole_name is None else 16)
+        largest = groups.abs().amax(2) / 6
+        if whole_name is None:
+            exponents = largest.log2().ceil().clamp(-127, 127)
+            tensors, scales = {"weight_scale": (exponents + 127).to(torch.uint8)}, exponents.exp2()
+        else:
+            whole = largest.max() / 448
+            stored = (largest / whole).to(torch.float8_e4m3fn)
+            if whole_name == "weight_global_scale":
+                tensors = {whole_name: (1 / whole).reshape(1)}
+                whole = 1 / tensors[whole_name]
+            else:
+                tensors = {whole_name: whole, "input_scale": torch.tensor(0.25)}
+            tensors["weight_scale"], scales = stored, stored.float() * whole
+        codes = (groups / scales[:, :, None])[..., None].sub(levels).abs().argmin(3)
+        flat = codes.reshape(len(weight), -1)
+        tensors[codes_name] = (flat[:, ::2] + 16 * flat[:, 1::2]).to(torch.uint8)
+        return tensors, (levels[codes] * scales[:, :, None]).reshape(weight.shape)
+
+    return write
+
+
 def eight_bits(form: Format, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """bitsandbytes in int8: the largest weight of a row has the code 127."""
     largest = weight.abs().amax(1)
@@ -315,6 +347,14 @@ FORMATS: dict[str, Format] = {
     "bitsandbytes-nf4-float32": bitsandbytes_form("nf4", torch.float32, 128, False),
     "bitsandbytes-fp4": bitsandbytes_form("fp4", torch.float16, 4096, True),
     "bitsandbytes-int8": Format(eight_bits, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
+    "nvfp4-packed": Format(
+        four_bit_floats("weight_packed", "weight_global_scale"), compressed("nvfp4-pack-quantized", 4, "float")
+    ),
+    "mxfp4-packed": Format(four_bit_floats("weight_packed", None), compressed("mxfp4-pack-quantized", 4, "float")),
+    "modelopt-nvfp4": Format(
+        four_bit_floats("weight", "weight_scale_2"), {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    ),
+    "modelopt-fp8": Format(fp8(None, "weight_scale"), {"quant_method": "modelopt", "quant_algo": "FP8"}),
     "fp8-tensor": Format(fp8(None, "weight_scale"), {"quant_method": "fp8", "activation_scheme": "static"}),
     "fp8-block": Format(
         fp8((96, 64), "weight_scale_inv"), {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [96, 64]}

@@ -4,6 +4,7 @@ import json
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import nan
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -142,7 +143,9 @@ def test_a_tensor_of_mxfp4_that_does_not_fit_is_named(gpt_oss: Checkpoint, part:
         describe_model(str(gpt_oss.directory))
 
 
-@pytest.mark.parametrize("form", ["gptq-4-128-gptq", "awq-32", "packed-8-channel", "fp8-block", "bitsandbytes-nf4"])
+@pytest.mark.parametrize(
+    "form", ["gptq-4-128-gptq", "awq-32", "packed-8-channel", "fp8-block", "bitsandbytes-nf4", "modelopt-nvfp4"]
+)
 @pytest.mark.parametrize("family", ["qwen2", "phi3", "mixtral"])
 def test_merged_matrices_biases_and_experts_equal_generate(make: MAKE, form: str, family: str) -> None:
     check(make(form, family)).close()
@@ -156,6 +159,8 @@ def test_merged_matrices_biases_and_experts_equal_generate(make: MAKE, form: str
         ("packed-4-64-asymmetric", "phi3"),
         ("fp8-tensor", "mixtral"),
         ("bitsandbytes-nf4", "llama"),
+        ("nvfp4-packed", "llama"),
+        ("mxfp4-packed", "llama"),
     ],
 )
 def test_torch_reads_the_same(make: MAKE, form: str, family: str) -> None:
@@ -190,6 +195,10 @@ def test_weights_are_to_the_bit_what_the_file_says(make: MAKE, form: str) -> Non
         ("gptq-4-32-desc_act", "F32"),
         ("gptq-4-odd-groups", "F32"),
         ("bitsandbytes-nf4", "BF16"),
+        ("nvfp4-packed", "N4_128"),
+        ("mxfp4-packed", "MXFP4"),
+        ("modelopt-nvfp4", "N4_128"),
+        ("modelopt-fp8", "F8_128"),
         ("bitsandbytes-int8", "G8_128"),
         ("fp8-block", "F8_32"),
         ("fp8-tensor", "F8_128"),
@@ -271,7 +280,6 @@ def test_8_bit_activations_meet_the_same_codes(make: MAKE, form: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"quant_method": "hqq", "nbits": 4}, "quant_method is 'hqq'"),
         ({"quant_method": "hqq"}, "quant_method is 'hqq'"),
         ({"bits": 4}, "quant_method is ''"),
         ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "bits is 3"),
@@ -284,7 +292,9 @@ def test_8_bit_activations_meet_the_same_codes(make: MAKE, form: str) -> None:
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version is 'gemv'"),
         ({"quant_method": "awq", "bits": 8}, "bits is 8 of AWQ"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format is 'marlin-24'"),
-        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "format is 'nvfp4-pack-quantized'"),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4a16"}, "format is 'nvfp4a16'"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "quant_algo is 'NVFP4_AWQ'"),
+        ({"quant_method": "modelopt"}, "quant_algo is None"),
         (
             {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}},
             "sparsity_config.format is 'sparse-24-bitmask'",
@@ -346,6 +356,17 @@ STATE = "weight.quant_state.bitsandbytes__nf4"
         ("bitsandbytes-nf4", "weight.absmax", lambda t: t.float(), f"{NAME}.weight.absmax is of type F32"),
         ("bitsandbytes-nf4", "weight.quant_map", lambda t: t / 0, "weight.quant_map has a scale that is no finite"),
         ("bitsandbytes-nf4", "weight.nested_absmax", None, f"its weights lack {NAME}.weight.nested_absmax"),
+        ("nvfp4-packed", "weight_global_scale", None, f"its weights lack {NAME}.weight_global_scale"),
+        ("nvfp4-packed", "weight_global_scale", lambda t: t * 0, "weight_global_scale is zero"),
+        ("nvfp4-packed", "weight_scale", lambda t: t[:, 1:], f"{NAME}.weight_scale has the shape [256, 7]"),
+        (
+            "nvfp4-packed",
+            "weight_scale",
+            lambda t: (t.float() * nan).to(t.dtype),
+            "weight_scale has a scale that is no",
+        ),
+        ("nvfp4-packed", "weight_packed", lambda t: t[:, :-1], f"{NAME}.weight_packed has 126 inputs"),
+        ("modelopt-nvfp4", "weight_scale_2", lambda t: t.expand(2), f"{NAME}.weight_scale_2 is not one number"),
         ("bitsandbytes-int8", "SCB", None, f"its weights lack {NAME}.weight_scale"),
         ("fp8-block", "weight_scale_inv", lambda t: t[:1], f"model.safetensors: {NAME}.weight_scale_inv has the shape"),
     ],
