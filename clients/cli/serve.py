@@ -260,9 +260,7 @@ def engines_of(engine: EngineOptions, named: Sequence[tuple[str, str]]) -> list[
     if len(named) < 2:
         return [engine if not named or not named[0][0] else replace(engine, served_model_name=named[0][0])]
     names = [name or default_name(path) for name, path in named]
-    twice = [name for name in names if names.count(name) > 1]
-    if twice:
-        raise UsageError(f"model: two models have the name {twice[0]}; write NAME=MODEL")
+    _check_names(names)
     share = engine.max_memory_percent / len(named)
     return [
         replace(engine, model_path=path, served_model_name=name, max_memory_percent=share)
@@ -284,11 +282,16 @@ def name_of(model: EngineOptions | ModelOnDemand) -> str:
     return engine.served_model_name or default_name(engine.model_path)
 
 
-def _check_several(engine: EngineOptions, options: ServiceOptions, fleet: FleetFlags, names: Sequence[str]) -> None:
-    """Raise UsageError for options of a single model if there are several."""
+def _check_names(names: Sequence[str]) -> None:
+    """Raise UsageError for two models with the same name."""
     twice = [name for name in names if names.count(name) > 1]
     if twice:
         raise UsageError(f"model: two models have the name {twice[0]}; write NAME=MODEL")
+
+
+def _check_several(engine: EngineOptions, options: ServiceOptions, fleet: FleetFlags, names: Sequence[str]) -> None:
+    """Raise UsageError for options of a single model if there are several."""
+    _check_names(names)
     if engine.served_model_name:
         raise UsageError("served_model_name: with several models write NAME=MODEL for each")
     if engine.chat_template:

@@ -65,7 +65,7 @@ TIMESTAMP = "%m-%d-%Y %H:%M:%S"
 
 
 class GptStatistics:
-    """Turns iterations into reports; keeps the counter, and V1's group, from one iteration to the next.
+    """Turns iterations into reports. It keeps the counter, and V1's group, from one iteration to the next.
 
     Args:
         model_type: determines the fields of a report.
@@ -237,7 +237,7 @@ class GptIterations:
         except GenbatchError as error:
             request.error = error
         except ActorError as error:
-            request.error = Unavailable(f"the model's actor is gone: {error}")
+            request.error = Unavailable(f"the model's actor has ended: {error}")
 
     async def _iterate(self) -> None:
         widths = {request.message.tag: request.message.beam_width for request in self._active.values()}

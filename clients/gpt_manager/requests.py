@@ -3,23 +3,22 @@
     request = InferenceRequest(2**64 - 1, {"input_ids": np.array([[5, 6, 7]], np.int32)})
     assert decode_inference_request(encode_inference_request(request)).request_id == request.request_id
 
-A tensor travels as its dtype, its shape and its elements in row order, little-endian. A GptRequest is an
-InferenceRequest on its way through the batch manager; ResponseTensors are the answer, CPU tensors of the documented
-shapes.
+The wire has a tensor's dtype, its shape, and its elements in row order, little-endian. A GptRequest is an
+InferenceRequest inside the batch manager. ResponseTensors are the answer: CPU tensors of the documented shapes.
 
-Input tensors, TensorRT-LLM's names; all but `input_ids` and `request_output_len` may be left out, and a scalar may
+The input tensors have TensorRT-LLM's names. All but `input_ids` and `request_output_len` are optional. A scalar may
 have any shape with one element:
 
     input_ids             token ids of the prompt
     request_output_len    most tokens to generate
     beam_width            1
-    end_id, pad_id        the model's; a negative end_id lets nothing but the length end the output
+    end_id, pad_id        the model's; with a negative end_id only the length ends the output
     temperature, runtime_top_k, runtime_top_p, random_seed     greedy unless one of the first three is given
     repetition_penalty, presence_penalty, frequency_penalty, min_length
     streaming             false
 
-The options of a GptManager come first: TensorRT-LLM's names, in snake case or, by `named`, in camel case, and their
-translation into our options.
+The options of a GptManager come first, with their translation into our options. They have TensorRT-LLM's names in
+snake case; `named` takes camel case, too.
 """
 
 import math
@@ -51,11 +50,11 @@ TrtGptModelType = BatchingType
 
 
 class _Named:
-    """Construction with either spelling of a field."""
+    """Options that camel case names, too."""
 
     @classmethod
     def named(cls, **options: Any) -> Self:
-        """Return the parameters under either spelling.
+        """Return the options; each name is in snake case or in camel case.
 
         Raises:
             OptionError: there is no such parameter, it is given twice, or its value is out of range.
@@ -74,19 +73,19 @@ class _Named:
 
 @dataclass(frozen=True, kw_only=True)
 class KvCacheConfig(_Named):
-    """How much KV cache, and how it is used.
+    """The size and the use of the KV cache.
 
     Args:
-        max_tokens: most positions, all requests together; None leaves it to the memory.
-        max_attention_window: positions a token attends to, itself included; None is all before it.
-        sink_token_length: first positions that a token attends to beside its window, as StreamingLLM's sinks; None is
-            none. Positions stay those of the text (ADR 31). A GPU attends in torch then.
-        free_gpu_memory_fraction: share of the memory that is free once the model is loaded (the host's on a CPU)
-            that the cache and a step may take; with max_tokens the smaller of the two counts.
-        enable_block_reuse: whether KV blocks of earlier requests are reused by content.
+        max_tokens: most positions of all requests together; without it the memory sets the limit.
+        max_attention_window: positions that a token attends to, its own included; None means all earlier positions.
+        sink_token_length: first positions that a token attends to beside its window, as StreamingLLM's sinks; None
+            means 0. Positions stay those of the text (ADR 31). On a GPU, sinks need torch's attention.
+        free_gpu_memory_fraction: the cache and a step may take this share of the memory that is free after the model
+            was loaded (on a CPU, of the host's memory). With max_tokens the smaller limit counts.
+        enable_block_reuse: whether a request reuses KV blocks of earlier requests with the same content.
 
     Raises:
-        OptionError: a value is out of range, or the two last ones contradict each other.
+        OptionError: a value is out of range, or two options contradict each other.
     """
 
     max_tokens: int | None = None
@@ -117,11 +116,10 @@ class TrtGptModelOptionalParams(_Named):
 
     Args:
         kv_cache_config: see KvCacheConfig.
-        enable_trt_overlap: two micro-batches that take turns. They never run at the same time here: each iteration
-            evaluates one of them, so that one's callbacks and the other's forward do not mix. It makes nothing faster:
-            twice as many forwards are half as large.
-        enable_chunked_context: whether a context may be split to fill up a step; one that is longer than
-            `max_num_tokens` is split either way.
+        enable_trt_overlap: whether two micro-batches take turns. Each iteration evaluates one of them, so callbacks
+            never run during a forward. This makes nothing faster: twice as many forwards are half as large.
+        enable_chunked_context: whether a context may be split to fill up a step. A context that is longer than
+            `max_num_tokens` is always split.
     """
 
     kv_cache_config: KvCacheConfig = field(default_factory=KvCacheConfig)
@@ -131,17 +129,17 @@ class TrtGptModelOptionalParams(_Named):
 
 @dataclass(frozen=True, kw_only=True)
 class BuildConfig(_Named):
-    """The options that TensorRT-LLM fixes when an engine is built; here they come with the model.
+    """The options that TensorRT-LLM fixes when it builds an engine.
 
     Args:
-        max_batch_size: requests in flight; None takes any number, of which 8 run at once and the others wait.
-        max_input_len: tokens of a prompt; None is as many as the model has positions.
-        max_output_len: tokens generated for a request; None likewise.
-        max_num_tokens: tokens of one forward, contexts and generation together.
-        tokens_per_block: positions a KV block holds.
+        max_batch_size: most requests in flight; None takes any number, of which 8 run at once.
+        max_input_len: most tokens of a prompt; None means the model's positions.
+        max_output_len: most generated tokens of a request; None means the model's positions.
+        max_num_tokens: most tokens of one forward, those of contexts and of generation together.
+        tokens_per_block: positions of a KV block.
         gather_context_logits: whether responses hold the logits of the prompt.
         gather_generation_logits: whether responses hold the logits of the generated tokens.
-        gather_all_token_logits: both.
+        gather_all_token_logits: whether responses hold both.
         dtype: "auto", "float32", "bfloat16" or "float16".
 
     Raises:
@@ -175,9 +173,9 @@ class BuildConfig(_Named):
         return self.gather_generation_logits or self.gather_all_token_logits
 
 
-# Requests that run at once where the build does not say.
+# Requests that run at once if the build sets no max_batch_size.
 DEFAULT_BATCH_SIZE = 8
-# The queue's bound is the client's: it gives as many requests as it wants to.
+# The Batcher's queue has no bound, because the client decides how many requests it sends.
 UNBOUNDED_QUEUE = 2**31
 
 
@@ -187,7 +185,7 @@ class GptEngine:
 
     Args:
         max_input_len, max_output_len: most tokens of a prompt and of an output.
-        max_seq_len: most of both together, the length of a response's output ids.
+        max_seq_len: most tokens of prompt and output together, and the length of a response's output ids.
         max_requests: requests that can run at once.
         overlap: whether two micro-batches take turns.
     """
@@ -234,7 +232,7 @@ def open_engine(
     options = EngineOptions(
         model_path=loaded.name,
         dtype=build.dtype,
-        # As many positions as all slots can fill; more would never be used.
+        # All slots can fill this many positions.
         n_ctx=num_slots * max_seq_len,
         max_tokens_in_cache=cache.max_tokens,
         max_memory_percent=cache.free_gpu_memory_fraction,
@@ -244,7 +242,7 @@ def open_engine(
     batcher_options = BatcherOptions(
         n_parallel=num_slots,
         max_batch_tokens=build.max_num_tokens,
-        target_inter_token_latency_ms=0.0,  # chunks are as large as max_num_tokens, as that engine's are
+        target_inter_token_latency_ms=0.0,  # chunks are as large as max_num_tokens, as in TensorRT-LLM
         max_queue=UNBOUNDED_QUEUE,
         scheduler_policy=scheduler_policy,
         batching_type=model_type,
@@ -265,16 +263,16 @@ def open_engine(
 
 
 def with_attention_window(model: Model, window: int, sink_tokens: int = 0) -> Model:
-    """Return the same weights, every layer attending to at most the last `window` positions, itself included.
+    """Return a model with the same weights, in which a token attends to at most the last `window` positions.
 
-    A layer that the model already limits to fewer keeps its own limit, and sees no sinks: it was trained without.
-    Layers that convolve or recur stay as they are.
+    A layer with a smaller window of its own keeps this window and gets no sinks, because it was trained without sinks.
+    Layers that convolve or recur do not change.
 
     Args:
         sink_tokens: first positions that a token attends to beside the window.
 
     Raises:
-        OptionError: the window is less than one position, or there are fewer sinks than none.
+        OptionError: the window is less than one position, or the number of sinks is negative.
     """
     for option, value, least in (("max_attention_window", window, 1), ("sink_token_length", sink_tokens, 0)):
         if value < least:
@@ -293,7 +291,7 @@ def with_attention_window(model: Model, window: int, sink_tokens: int = 0) -> Mo
 Tensor: TypeAlias = npt.NDArray[Any]
 
 MAX_REQUEST_ID = 2**64 - 1
-# Plain numbers only: object arrays would need unpickling.
+# Only plain numbers are taken, because object arrays would need unpickling.
 DTYPES = frozenset(
     ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"]
 )
@@ -309,7 +307,7 @@ class InferenceRequest:
         tensors: input tensors by name.
 
     Raises:
-        InvalidRequest: the id is no uint64, or a tensor is none that can travel.
+        InvalidRequest: the id is no uint64, or a tensor has another type than plain numbers, or too many dimensions.
     """
 
     request_id: int
@@ -320,11 +318,13 @@ class InferenceRequest:
             raise InvalidRequest("request_id", f"must be an integer from 0 to 2**64 - 1, not {self.request_id!r}")
         for name, tensor in self.tensors.items():
             if not isinstance(name, str) or not isinstance(tensor, np.ndarray):
-                raise InvalidRequest(f"tensors[{name!r}]", "tensors are numpy arrays named by strings")
+                raise InvalidRequest(f"tensors[{name!r}]", "must be a numpy array with a string as its name")
             if tensor.dtype.name not in DTYPES:
-                raise InvalidRequest(f"tensors[{name!r}]", f"dtype {tensor.dtype} is not one of plain numbers")
+                raise InvalidRequest(f"tensors[{name!r}]", f"must have a dtype of plain numbers, not {tensor.dtype}")
             if tensor.ndim > MAX_DIMENSIONS:
-                raise InvalidRequest(f"tensors[{name!r}]", f"has {tensor.ndim} dimensions, {MAX_DIMENSIONS} are taken")
+                raise InvalidRequest(
+                    f"tensors[{name!r}]", f"must have at most {MAX_DIMENSIONS} dimensions, not {tensor.ndim}"
+                )
 
 
 def encode_inference_request(request: InferenceRequest) -> bytes:
@@ -334,11 +334,11 @@ def encode_inference_request(request: InferenceRequest) -> bytes:
 
 
 def decode_inference_request(data: bytes, limits: DecodeLimits = REQUEST_LIMITS) -> InferenceRequest:
-    """Return the request in its msgpack bytes; nothing is executed and nothing unpickled.
+    """Return the request of these msgpack bytes. Decoding executes and unpickles nothing.
 
     Raises:
-        FrameTooLarge, MalformedMessage: not one well-formed message within `limits`.
-        InvalidRequest: a message that is no inference request; the error names the field.
+        FrameTooLarge, MalformedMessage: the bytes are not one well-formed message within `limits`.
+        InvalidRequest: the message is no inference request; the error names the field.
     """
     value = decode(data, limits)
     if not isinstance(value, dict) or set(value) != {"request_id", "tensors"}:
@@ -366,11 +366,11 @@ def _tensor_from_wire(field: str, value: object) -> Tensor:
     dtype = np.dtype(name).newbyteorder("<")
     if not isinstance(data, bytes) or len(data) != math.prod(shape) * dtype.itemsize:
         raise InvalidRequest(f"{field}.data", f"is not {math.prod(shape)} elements of {name}")
-    # A copy in the machine's order: the bytes are read-only and belong to the message.
+    # The array is a copy in the machine's byte order, because the message's bytes are read-only.
     return np.frombuffer(data, dtype).reshape(shape).astype(np.dtype(name))
 
 
-# Per tensor of one number: the parameter it becomes, and its type.
+# By the name of a tensor with one number: the name and the type of its sampling parameter.
 SCALARS: Mapping[str, tuple[str, type[int] | type[float]]] = {
     "temperature": ("temperature", float),
     "runtime_top_k": ("top_k", int),
@@ -391,14 +391,14 @@ class GptRequest:
     """One request from its arrival to its final response.
 
     Args:
-        request_id: the client's.
-        message: what the Batcher is sent; its tag is this request's own, as ids may come twice.
-        micro_batch: which of the two it belongs to; 0 without overlap.
-        tokens: a stream's tokens that no response held yet.
-        num_sent: tokens that responses held.
-        cum_logprob: of the tokens sent, float32.
-        result, error: how it ended; at most one of them is set.
-        fault: why it is being stopped before its end; its final response says so.
+        request_id: the client's id.
+        message: the message to the Batcher. Its tag is unique, because a client may use an id again.
+        micro_batch: the number of the request's micro-batch; 0 without overlap.
+        tokens: a stream's tokens that were not sent yet.
+        num_sent: the number of tokens that were sent.
+        cum_logprob: the sum of the sent tokens' log-probabilities, float32.
+        result, error: the outcome; at most one of them is set.
+        fault: the reason why the manager stops the request; its final response has this reason.
     """
 
     request_id: int
@@ -415,7 +415,7 @@ class GptRequest:
 
     @property
     def prompt(self) -> list[int]:
-        """Its input ids."""
+        """The input ids."""
         assert self.message.request.token_ids is not None
         return self.message.request.token_ids
 
@@ -425,7 +425,7 @@ def read_request(request: InferenceRequest, engine: GptEngine) -> GptRequest:
 
     Raises:
         InvalidRequest: a tensor is missing, unknown, malformed or out of its range; `field` names it.
-        PromptTooLong: more input ids than the engine takes.
+        PromptTooLong: there are more input ids than the engine takes.
     """
     tensors = request.tensors
     for name in tensors:
@@ -448,7 +448,7 @@ def read_request(request: InferenceRequest, engine: GptEngine) -> GptRequest:
     for name, (ours, kind) in SCALARS.items():
         if name in tensors:
             parameters[ours] = _number(tensors, name, kind)
-    # TensorRT-LLM takes nothing from a model's generation_config.
+    # TensorRT-LLM does not read a model's generation_config.
     temperature = 1.0 if any(name in parameters for name in DRAWS) else 0.0
     parameters = {**OFF, "temperature": temperature, **parameters}
     tag = object()
@@ -521,19 +521,19 @@ Float32s = npt.NDArray[np.float32]
 
 
 class ResponseTensors(NamedTuple):
-    """The list of tensors of one response, in the documents' order.
+    """The tensors of one response, in the order of TensorRT-LLM's documents.
 
-    A whole response holds input and output; beams shorter than the longest are filled up, ids with the pad id and
-    numbers with 0. A stream's response holds one token: maxSeqLength and outputLength are 1 in it (0 in a final one
-    that brings no token), sequence length counts up, and the context logits come with the first.
+    A whole response holds input and output. Shorter beams are filled up to the longest: ids with the pad id, numbers
+    with 0. A stream's response holds one token, so maxSeqLength and outputLength are 1 in it. They are 0 in a final
+    response without a token. The sequence length grows with each response. The first response has the context logits.
 
     Args:
-        output_ids: [1, beamWidth, maxSeqLength] int32, input ids and output ids; a stream's only the new one.
-        sequence_length: [1, 1] int32, input and output together; with beams, the longest output's.
-        context_logits: [1, promptLength, vocabSizePadded] float32; [1, 1, 1] where they are not gathered.
-        generation_logits: [1, beamWidth, outputLength, vocabSizePadded] float32; [1, 1, 1, 1] where not gathered.
+        output_ids: [1, beamWidth, maxSeqLength] int32, input ids and output ids; in a stream only the new id.
+        sequence_length: [1, 1] int32, the tokens of input and output; with beams, of the longest output.
+        context_logits: [1, promptLength, vocabSizePadded] float32; [1, 1, 1] if they are not gathered.
+        generation_logits: [1, beamWidth, outputLength, vocabSizePadded] float32; [1, 1, 1, 1] if not gathered.
         log_probs: [1, beamWidth, outputLength] float32, of the output ids under the model's own distribution.
-        cum_log_probs: [1, beamWidth] float32, their sums.
+        cum_log_probs: [1, beamWidth] float32, the sums of log_probs.
     """
 
     output_ids: Int32s
@@ -545,7 +545,7 @@ class ResponseTensors(NamedTuple):
 
 
 def whole_response(request: GptRequest, engine: GptEngine) -> ResponseTensors:
-    """Everything a request produced."""
+    """Return the tensors of a request that has ended."""
     result = request.result
     assert result is not None and request.message.keep is not None
     width, prompt = request.message.beam_width, request.prompt
@@ -571,7 +571,7 @@ def stream_response(request: GptRequest, token: Token, row: Float32s | None, eng
     """Return the tensors of one token of a stream.
 
     Args:
-        row: the logits it was chosen from, [vocab_size]; None where they are not kept.
+        row: the logits that the token was chosen from, [vocab_size]; None if they are not kept.
     """
     assert token.logprob is not None
     request.num_sent += 1
@@ -607,7 +607,7 @@ def _context_logits(request: GptRequest, engine: GptEngine) -> Float32s:
         return np.zeros((1, 1, 1), np.float32)
     assert request.message.keep is not None
     rows = request.message.keep.context_logits()
-    if rows is None:  # stopped before its context was evaluated
+    if rows is None:  # the request was stopped before its context was evaluated
         return np.zeros((1, 0, engine.engine.model.vocab_size), np.float32)
     return rows[None]
 

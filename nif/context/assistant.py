@@ -1,17 +1,17 @@
 """Assistant: a small model that reads the model's keys guesses tokens, for the model to verify (Gemma 4).
 
     assistant = Assistant(runner, kv, vocab_size)
-    assistant.stepped(steps, None, assistant.reads(batch), states)      # after each step of few sequences
+    assistant.stepped(steps, None, assistant.reads(batch), states)      # after each step of a few sequences
     guesses = assistant.propose([Drafted(7, 0, tokens, sampler), ...], lengths=[2, ...])
 
 The assistant reads the newest token, and the row that the model had in front of its head one position before. Its
-layers attend to the keys and values that the model's last layers have in their blocks. It writes none:
+layers attend to the keys and values in the blocks of the model's last layers. It writes no keys of its own:
 
     model        x0  x1  x2  x3                 its keys, and the row h3 in front of the head
     assistant    x4h3 -> d5   d5g -> d6         x4 is drawn, and d5 is the first guess; g: the assistant's own row
 
-All guesses of a draft are made at the position of x4, over the same keys. So they need no blocks, and whatever shares,
-copies, saves or restores the model's blocks needs nothing more.
+All guesses of a draft are made at the position of x4, over the same keys. So guesses need no blocks, and the code that
+shares, copies, saves and restores the model's blocks does not change.
 """
 
 from collections.abc import Sequence
@@ -31,10 +31,10 @@ class _Newest:
     """What the assistant reads of one sequence.
 
     Args:
-        num_keys: the positions whose keys it reads.
-        token: the newest token, or the guess before.
-        state: [hidden], the row that belongs to it.
-        position: of the token that is guessed.
+        num_keys: the number of positions whose keys it reads.
+        token: the newest token, or the last guess.
+        state: [hidden], the row that belongs to `token`.
+        position: the position of the token that is guessed.
     """
 
     seq_id: int
@@ -58,7 +58,7 @@ class Assistant(StateDrafter[_Newest]):
         super().__init__(runner, kv, vocab_size)
 
     def reads(self, batch: RaggedBatch) -> npt.NDArray[np.int64]:
-        """See `StateDrafter`: the rows that are drawn from, since a guess follows a draw."""
+        """See `StateDrafter`: only the rows that are drawn from, because a guess follows a draw."""
         return np.unique(batch.logit_rows)
 
     def missed(self, seq_ids: Sequence[int]) -> None:

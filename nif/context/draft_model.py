@@ -8,21 +8,18 @@ grammar. So its draw equals the large model's draw wherever both give nearly the
 temperature. All of this runs on the thread of the large model.
 """
 
-import logging
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from genbatch.nif.context.context import Context
-from genbatch.nif.context.drafters import DRAFTED_SEQUENCES, NEWEST_TIME, Drafted, HitRates
+from genbatch.nif.context.drafters import DRAFTED_SEQUENCES, Drafted, Drafter
 from genbatch.nif.errors import OutOfBlocks
 from genbatch.nif.runner import Entry, Logits
 from genbatch.nif.sampling.sampler import SamplerState
 
-log = logging.getLogger("genbatch")
-
-# Each has a sequence in the draft model's context, and a scratch sequence for its draft.
+# Each drafted sequence has a sequence in the draft model's context, and a scratch sequence for its draft.
 NUM_SLOTS = 2 * DRAFTED_SEQUENCES
 # The most tokens of a prompt that the draft model reads between two steps of the large model, so that no gap between
 # two tokens grows much.
@@ -42,15 +39,15 @@ class _Follower:
     evaluated: int = 0
 
 
-class DraftModel:
-    """Follows up to `DRAFTED_SEQUENCES` sequences, the most recent ones, in a context of its own.
-
-    An error of the draft model never fails a request: it is logged once, and drafting ends.
+class DraftModel(Drafter):
+    """Follows up to `DRAFTED_SEQUENCES` sequences, the most recent ones, in a context of its own; see `Drafter`.
 
     Args:
         context: the draft model's context, of `NUM_SLOTS` sequences; DraftModel closes it.
         vocab_size: the width of the large model's logits; no token beyond it is drafted.
     """
+
+    name = "draft model"
 
     def __init__(self, context: Context, vocab_size: int) -> None:
         self._ctx = context
@@ -58,47 +55,27 @@ class DraftModel:
         self._free = list(range(DRAFTED_SEQUENCES))
         self._scratch = list(range(DRAFTED_SEQUENCES, NUM_SLOTS))
         self._vocab_size = vocab_size
-        self._has_failed = False
-        self._rates = HitRates()
-        self.seconds = 0.0  # spent in forwards, in all
-        self._ctx.rehearse(1)
-        began = time.perf_counter()
-        self._ctx.rehearse(1)
-        self.forward_s = time.perf_counter() - began
-
-    def chance(self, key: int) -> float:
-        """Return the estimated probability that a drafted token of this sequence is right."""
-        return 0.0 if self._has_failed else self._rates.chance(key)
-
-    def verified(self, key: int, num_drafted: int, num_right: int) -> None:
-        """Learn from a step of the large model: how many of the drafted tokens were right."""
-        self._rates.verified(key, num_drafted, num_right)
-
-    def propose(self, sequences: Sequence[Drafted], lengths: Sequence[int]) -> list[list[int]]:
-        """Draft up to `lengths[i]` tokens for each sequence; [] while the draft model still reads its prompt."""
-        began = time.perf_counter()
-        try:
-            return self._propose(sequences, lengths)
-        except OutOfBlocks:
-            for key in list(self._followers):
-                self._forget(key)
-        except Exception:
-            log.exception("the draft model failed; nothing is drafted from now on")
-            self._has_failed = True
-        finally:
-            self.seconds += time.perf_counter() - began
-        return [[] for _ in sequences]
+        super().__init__()
 
     def close(self) -> None:
         """Release the draft model's KV pool."""
         self._ctx.close()
 
-    def _propose(self, sequences: Sequence[Drafted], lengths: Sequence[int]) -> list[list[int]]:
-        drafts: list[list[int]] = [[] for _ in sequences]
+    def _rehearse(self) -> None:
+        self._ctx.rehearse(1)
+
+    def _propose(self, sequences: Sequence[Drafted], lengths: Sequence[int], drafts: list[list[int]]) -> None:
+        try:
+            self._draft(sequences, lengths, drafts)
+        except OutOfBlocks:
+            for key in list(self._followers):
+                self._forget(key)
+
+    def _draft(self, sequences: Sequence[Drafted], lengths: Sequence[int], drafts: list[list[int]]) -> None:
         samplers: dict[int, SamplerState] = {}  # forks, which accept what is drafted
         drafting = scratch = self._first_tokens(sequences, lengths, samplers, drafts)
-        # Further tokens go into scratch sequences. So the followers hold only tokens that the large model drew, and no
-        # window and no state has to go back.
+        # Further tokens go into scratch sequences. So the followers hold only tokens that the large model drew, and
+        # their windows and recurrent states never go back.
         for i in drafting:
             self._ctx.seq_cp(self._followers[sequences[i].key].seq_id, self._scratch[i])
         try:
@@ -114,12 +91,11 @@ class DraftModel:
                 }
                 began = time.perf_counter()
                 drawn = self._draw(batch, samplers, drafts)
-                self.forward_s += NEWEST_TIME * (time.perf_counter() - began - self.forward_s)
+                self._measured(began)
                 drafting = [i for i in drawn if len(drafts[i]) < lengths[i]]
         finally:
             for i in scratch:
                 self._ctx.seq_rm(self._scratch[i])
-        return drafts
 
     def _first_tokens(
         self,
@@ -128,7 +104,7 @@ class DraftModel:
         samplers: dict[int, SamplerState],
         drafts: list[list[int]],
     ) -> list[int]:
-        """Evaluate the followers' missing tokens and draft one token each; return who drafts more."""
+        """Evaluate the followers' missing tokens and draft one token each; return the sequences that draft more."""
         batch: dict[int, Entry] = {}
         is_reading = False
         for i, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):

@@ -1,7 +1,7 @@
-"""Drafters guess the next tokens of a run's sequences, for a step of the model to verify. HitRates says how well.
+"""Drafters guess the next tokens of a run's sequences, for a step of the model to verify. HitRates counts right ones.
 
-`DraftModel` asks another model. `MultiTokenHead` asks a layer of the model itself, and `Assistant` a small model that
-reads the model's keys: both are a `StateDrafter`.
+`DraftModel` asks another model. `MultiTokenHead` asks a layer of the model itself, and `Assistant` asks a small model
+that reads the model's keys. These two read rows of the model's steps, so they are a `StateDrafter`.
 """
 
 import logging
@@ -16,7 +16,6 @@ from typing import ClassVar, Generic, Protocol, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from genbatch.nif.errors import OutOfBlocks
 from genbatch.nif.kv.kv_cache import KVCache
 from genbatch.nif.runner import Largest, PredictingRunner, RaggedBatch
 from genbatch.nif.sampling.choice import choose
@@ -55,29 +54,6 @@ class Drafted:
     sampler: SamplerState
 
 
-class Drafter(Protocol):
-    """Guesses the next tokens of a run's sequences; `DraftModel` and `StateDrafter` implement it."""
-
-    forward_s: float  # the measured seconds of a forward that drafts one token for each sequence
-    seconds: float  # spent on drafts, in all
-
-    def chance(self, key: int) -> float:
-        """Return the estimated probability that a drafted token of this sequence is right."""
-        ...
-
-    def propose(self, sequences: Sequence[Drafted], lengths: Sequence[int]) -> list[list[int]]:
-        """Draft up to `lengths[i]` tokens for each sequence."""
-        ...
-
-    def verified(self, key: int, num_drafted: int, num_right: int) -> None:
-        """Learn from a step: how many of the drafted tokens were right."""
-        ...
-
-    def close(self) -> None:
-        """Release the drafter's memory."""
-        ...
-
-
 class HitRates:
     """The recent share of drafted tokens that were right, of each sequence and of all."""
 
@@ -103,6 +79,65 @@ class HitRates:
         self._own.move_to_end(key)
         if len(self._own) > REMEMBERED:
             self._own.popitem(last=False)
+
+
+class Drafter(ABC):
+    """Guesses the next tokens of a run's sequences.
+
+    An error of the drafter never fails a request: it is logged once, and drafting ends.
+    """
+
+    name: ClassVar[str]  # in logs
+
+    def __init__(self) -> None:
+        self.seconds = 0.0  # spent on drafts, in all
+        self._has_failed = False
+        self._rates = HitRates()
+        self._rehearse()  # touches the weights
+        began = time.perf_counter()
+        self._rehearse()
+        self.forward_s = time.perf_counter() - began  # of a forward that drafts one token for each sequence
+
+    def chance(self, key: int) -> float:
+        """Return the estimated probability that a drafted token of this sequence is right."""
+        return 0.0 if self._has_failed else self._rates.chance(key)
+
+    def verified(self, key: int, num_drafted: int, num_right: int) -> None:
+        """Learn from a step of the model: how many of the drafted tokens were right."""
+        self._rates.verified(key, num_drafted, num_right)
+
+    def propose(self, sequences: Sequence[Drafted], lengths: Sequence[int]) -> list[list[int]]:
+        """Draft up to `lengths[i]` tokens for each sequence; [] if the drafter has not read the sequence."""
+        began = time.perf_counter()
+        drafts: list[list[int]] = [[] for _ in sequences]
+        try:
+            self._propose(sequences, lengths, drafts)
+        except Exception:
+            self._fail()
+            return [[] for _ in sequences]
+        finally:
+            self.seconds += time.perf_counter() - began
+        return drafts
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the drafter's memory."""
+
+    @abstractmethod
+    def _propose(self, sequences: Sequence[Drafted], lengths: Sequence[int], drafts: list[list[int]]) -> None:
+        """Append guesses to `drafts`; without a free block, fewer."""
+
+    @abstractmethod
+    def _rehearse(self) -> None:
+        """Run a forward that drafts one token."""
+
+    def _fail(self) -> None:
+        log.exception("the %s failed; nothing is drafted from now on", self.name)
+        self._has_failed = True
+
+    def _measured(self, began: float) -> None:
+        """Add a forward that began at this time to the measured time of a forward."""
+        self.forward_s += NEWEST_TIME * (time.perf_counter() - began - self.forward_s)
 
 
 StateRows = npt.NDArray[np.float32]
@@ -142,12 +177,11 @@ class Guess(Protocol):
 G = TypeVar("G", bound=Guess)
 
 
-class StateDrafter(ABC, Generic[G]):
+class StateDrafter(Drafter, Generic[G]):
     """Guesses with the predictor of a runner, which reads rows that the model had in front of its head.
 
-    `MultiTokenHead` and `Assistant` say which rows it reads. Implements `Drafter`. It follows the steps of up to
-    `DRAFTED_SEQUENCES` sequences. Guesses are drawn with forks of the sequences' samplers. An error of the predictor
-    never fails a request: it is logged once, and drafting ends.
+    `MultiTokenHead` and `Assistant` choose the rows. It follows the steps of up to `DRAFTED_SEQUENCES` sequences.
+    Guesses are drawn with forks of the sequences' samplers.
 
     Args:
         runner: computes the predictor.
@@ -155,28 +189,12 @@ class StateDrafter(ABC, Generic[G]):
         vocab_size: the width of the logits.
     """
 
-    name: ClassVar[str]  # in logs
-
     def __init__(self, runner: PredictingRunner, kv: KVCache, vocab_size: int) -> None:
         assert runner.predicts
         self.runner = runner
         self._kv = kv
         self._vocab_size = vocab_size
-        self._has_failed = False
-        self._rates = HitRates()
-        self.seconds = 0.0  # spent on drafts, in all
-        self._rehearse()  # touches the predictor's weights
-        began = time.perf_counter()
-        self._rehearse()
-        self.forward_s = time.perf_counter() - began
-
-    def chance(self, key: int) -> float:
-        """Return the estimated probability that a drafted token of this sequence is right."""
-        return 0.0 if self._has_failed else self._rates.chance(key)
-
-    def verified(self, key: int, num_drafted: int, num_right: int) -> None:
-        """Learn from a step of the model: how many of the drafted tokens were right."""
-        self._rates.verified(key, num_drafted, num_right)
+        super().__init__()
 
     def follows(self, num_sequences: int) -> bool:
         """Whether the drafter wants the rows of a step of so many sequences; more of them would wait too long."""
@@ -193,7 +211,7 @@ class StateDrafter(ABC, Generic[G]):
 
         Args:
             steps: each sequence's slot, its tokens in the step, and the positions that it had.
-            evaluated: each sequence's tokens that were committed; None: all.
+            evaluated: each sequence's tokens that were committed; None means all of `steps`.
             tokens: the step's tokens whose rows were computed, as `reads` chose them.
             states: [tokens, hidden].
         """
@@ -210,21 +228,6 @@ class StateDrafter(ABC, Generic[G]):
         except Exception:
             self._fail()
 
-    def propose(self, sequences: Sequence[Drafted], lengths: Sequence[int]) -> list[list[int]]:
-        """Draft up to `lengths[i]` tokens for each sequence; [] where the newest row is missing."""
-        began = time.perf_counter()
-        drafts: list[list[int]] = [[] for _ in sequences]
-        try:
-            self._propose(sequences, lengths, drafts)
-        except OutOfBlocks:
-            pass  # the first tokens of the drafts need no further block
-        except Exception:
-            self._fail()
-            return [[] for _ in sequences]
-        finally:
-            self.seconds += time.perf_counter() - began
-        return drafts
-
     @abstractmethod
     def reads(self, batch: RaggedBatch) -> npt.NDArray[np.int64]:
         """Return the indices of the step's tokens for which the drafter needs rows, in ascending order."""
@@ -238,23 +241,12 @@ class StateDrafter(ABC, Generic[G]):
         """Note that `dst` shares all positions of `src` now."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Forget all rows."""
-
-    @abstractmethod
-    def _see(self, parts: Sequence[Seen]) -> None: ...
-
-    @abstractmethod
-    def _propose(self, sequences: Sequence[Drafted], lengths: Sequence[int], drafts: list[list[int]]) -> None:
-        """Append guesses to `drafts`."""
+    def _see(self, parts: Sequence[Seen]) -> None:
+        """Take the parts' rows."""
 
     @abstractmethod
     def _read(self, parts: Sequence[G], *, with_logits: bool) -> tuple[StateRows | None, Largest, StateRows]:
         """Run the predictor; returns the logits and the rows of the last token of each part."""
-
-    @abstractmethod
-    def _rehearse(self) -> None:
-        """Run a forward that drafts one token."""
 
     def _draw(
         self,
@@ -278,10 +270,9 @@ class StateDrafter(ABC, Generic[G]):
             samplers[i].accept(draw.token_id)
             if len(drafts[i]) < lengths[i] and not samplers[i].is_slow:
                 following[i] = part.following(draw.token_id, row)
-        self.forward_s += NEWEST_TIME * (time.perf_counter() - began - self.forward_s)
+        self._measured(began)
         return following
 
     def _fail(self) -> None:
-        log.exception("the %s failed; it drafts nothing from now on", self.name)
-        self._has_failed = True
+        super()._fail()
         self.close()

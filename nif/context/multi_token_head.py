@@ -1,17 +1,17 @@
 """MultiTokenHead: a model's own layer of multi-token prediction (MTP) guesses tokens, for the model to verify.
 
     head = MultiTokenHead(runner, kv, vocab_size)
-    head.stepped(steps, None, head.reads(batch), states)         # after each step of few sequences
+    head.stepped(steps, None, head.reads(batch), states)         # after each step of a few sequences
     guesses = head.propose([Drafted(7, 0, tokens, sampler), ...], lengths=[2, ...])
 
 The layer reads the token at position p + 1 and the row in front of the model's head at p, and guesses the token at
-p + 2. Its keys for p lie in the model's own blocks, so that forks, pauses and the prefix cache bring them along.
+p + 2. Its keys for p lie in the model's own blocks, so forks, pauses and the prefix cache keep them.
 
     model        x0  x1  x2  x3                       its rows in front of the head: h0 h1 h2 h3
     layer        x1h0 x2h1 x3h2 x4h3 -> d5            x4 is drawn, and d5 is the first guess
-                                     d5g3 -> d6       g3: the layer's own row; behind the positions that are reserved
+                                     d5g3 -> d6       g3: the layer's own row; d5 has no reserved position
 
-Rows wait here until the layer reads them, several at once. A guess changes no answer. So where rows are missing the
+Rows wait here until the layer reads several of them at once. A guess changes no answer. So if rows are missing, the
 layer begins to read after the gap.
 """
 
@@ -22,12 +22,13 @@ import numpy as np
 import numpy.typing as npt
 
 from genbatch.nif.context.drafters import Drafted, Seen, StateDrafter, StateRows
+from genbatch.nif.errors import OutOfBlocks
 from genbatch.nif.kv.kv_cache import KVCache
 from genbatch.nif.runner import Largest, PredictingRunner, RaggedBatch
 
-# With this many rows of a sequence the layer reads them at once, without a draft.
+# When this many rows of a sequence wait, the layer reads them without a draft.
 MAX_WAITING = 32
-# The share of a block's positions, as a divisor, that may lack the layer's keys: more of them are a gap.
+# One part in GAP of a block's positions may lack the layer's keys; with more the block is a gap.
 GAP = 8
 
 
@@ -37,7 +38,7 @@ class _Waiting:
 
     Args:
         first: the position of the first row.
-        rows: [positions, hidden] each, one after another.
+        rows: arrays [positions, hidden] of consecutive positions.
     """
 
     first: int
@@ -56,7 +57,7 @@ class _Part:
     Args:
         begin: the position that the layer takes for the sequence's first one; it begins a block.
         first: the first position to read.
-        tokens: of each position the token that follows.
+        tokens: the token after each position.
         states: [positions, hidden].
     """
 
@@ -102,7 +103,7 @@ class MultiTokenHead(StateDrafter[_Part]):
     # The model's steps
 
     def reads(self, batch: RaggedBatch) -> npt.NDArray[np.int64]:
-        """See `StateDrafter`: all rows, since the layer has keys for each position."""
+        """See `StateDrafter`: all rows, because the layer has keys for each position."""
         return np.arange(batch.input_ids.size)
 
     def _see(self, parts: Sequence[Seen]) -> None:
@@ -123,7 +124,7 @@ class MultiTokenHead(StateDrafter[_Part]):
             self._waiting.pop(seq_id, None)
 
     def copied(self, src: int, dst: int) -> None:
-        """Let `dst`, which shares all positions of `src` now, have the rows that wait for `src`."""
+        """See `StateDrafter`: the rows that wait for `src` wait for `dst`, too."""
         waiting = self._waiting.get(src)
         if waiting is None:
             self._waiting.pop(dst, None)
@@ -147,9 +148,12 @@ class MultiTokenHead(StateDrafter[_Part]):
         if not parts:
             return
         # The next guesses are read behind the sequences' ends, in blocks that they give back at once.
-        reservation = self._kv.reserve(
-            [(part.seq_id, (0,) * (lengths[i] - 1), part.first) for i, part in parts.items()]
-        )
+        try:
+            reservation = self._kv.reserve(
+                [(part.seq_id, (0,) * (lengths[i] - 1), part.first) for i, part in parts.items()]
+            )
+        except OutOfBlocks:
+            return
         try:
             for group, pairs in enumerate(reservation.copies):
                 if pairs:
@@ -165,21 +169,21 @@ class MultiTokenHead(StateDrafter[_Part]):
         """Take the waiting rows that have a following token; return them as a part, or nothing behind a gap.
 
         Args:
-            tokens: of the sequence; one more than the sequence holds if the next one was drawn.
+            tokens: the sequence's tokens; the last one was drawn and has no position yet, if there is one more.
         """
         end = min(waiting.end, len(tokens) - 1)
         rows = np.concatenate(waiting.rows)
         taken = rows[: end - waiting.first]
         first, waiting.first, waiting.rows = waiting.first, end, [rows[end - waiting.first :].copy()]
         begin = self._begin(seq_id, first)
-        if begin > first:  # the rows up to the next block follow a gap in their own
+        if begin > first:  # the rows up to the next block follow a gap in their own block
             first, taken = begin, taken[begin - first :]
         if not len(taken):
             return []
         return [_Part(seq_id, begin, first, tokens[first + 1 : end + 1], taken)]
 
     def _begin(self, seq_id: int, first: int) -> int:
-        """Return the position from which the layer's keys are there without a gap; beyond `first` in the next block."""
+        """Return the position from which the layer has keys without a gap; after a gap, the next block's first one."""
         size = self._kv.block_size
         blocks = self._blocks(seq_id)[: -(-first // size)]
         there = self.runner.predicted[blocks]
@@ -192,7 +196,7 @@ class MultiTokenHead(StateDrafter[_Part]):
     def _read(
         self, parts: Sequence[_Part], *, with_logits: bool, draws: bool = True
     ) -> tuple[StateRows | None, Largest, StateRows]:
-        """See `StateDrafter`; only writes the layer's keys unless it `draws`."""
+        """See `StateDrafter`; without `draws` it only writes the layer's keys."""
         size, num_groups = self._kv.block_size, len(self._kv.groups)
         counts = np.array([len(part.tokens) for part in parts], np.int64)
         n_past = np.array([part.first - part.begin for part in parts], np.int64)
@@ -221,5 +225,5 @@ class MultiTokenHead(StateDrafter[_Part]):
         return self.runner.predict(batch, np.concatenate([part.states for part in parts]), with_logits=with_logits)
 
     def _blocks(self, seq_id: int) -> npt.NDArray[np.int32]:
-        # A copy: an error keeps the arrays of its frames, and a table with a view cannot be rolled back.
+        # The array is a copy: an error keeps its frames' arrays, and a table with a view cannot be rolled back.
         return np.array(self._kv.block_table(self._group, seq_id), np.int32)

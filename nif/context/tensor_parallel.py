@@ -18,7 +18,7 @@ The output and down projections keep some columns, and an all-reduce sums their 
 every rank. If there are fewer KV heads than ranks, each KV head is repeated on the ranks that read it.
 
 A dead rank breaks the group for good: the step raises DeviceFault, and the supervisor ends rank 0. Every other rank
-ends when rank 0 is gone. A hung rank makes a step that does not end; the service's `stall_s` is the timeout for it.
+ends after rank 0. If a rank hangs, the step does not end; the service's `stall_s` is the timeout for it.
 """
 
 import os
@@ -52,7 +52,7 @@ from genbatch.nif.runners.torch_runner import TensorBatch, TorchRunner
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 # An idle rank waits without a timeout; the service's `stall_s` detects a hung rank.
 _WITHOUT_END = timedelta(days=3650)
-# int64 words of the first message of a command: a decode step of 32 sequences of some 500 tokens fits.
+# The int64 words of a command's first message: a decode step of 32 sequences of some 500 tokens fits.
 _FIRST_WORDS = 4096
 _HEADER_WORDS = 4  # command, words of the payload, block size, unused
 
