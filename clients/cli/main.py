@@ -5,6 +5,7 @@ the texts of the list in `--help` are here.
 """
 
 import errno
+import io
 import os
 import sys
 from importlib import import_module
@@ -106,7 +107,7 @@ def _global_options(
 
 def main() -> None:
     """Run the command line."""
-    _open_standard_files()
+    _prepare_standard_files()
     try:
         try:
             app()
@@ -123,10 +124,15 @@ def main() -> None:
         sys.exit(FAILURE)
 
 
-def _open_standard_files() -> None:
-    """Open /dev/null in the place of closed standard files; else the next opened files would get their numbers."""
+def _prepare_standard_files() -> None:
+    """Let standard output take every character, and open /dev/null in the place of closed standard files.
+
+    Else the next opened files would get the numbers of closed files.
+    """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
             os.set_inheritable(number, True)
             setattr(sys, name, open(number, "r" if name == "stdin" else "w", closefd=False))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a model writes characters that many encodings do not have
+        sys.stdout.reconfigure(errors="replace")

@@ -15,7 +15,9 @@ environment variable, and the rows of `genbatch config` and docs/options.md.
 
 import inspect
 import re
+import sys
 import types
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from enum import Enum
@@ -151,7 +153,9 @@ def _is_plain(kind: Any) -> bool:
 
 
 def arguments_of(owner: type[Any]) -> dict[str, str]:
-    """Return the entries of "Args:" in a docstring, by name."""
+    """Return the entries of "Args:" in a docstring, by name. `python -OO` has no docstrings, and its help no texts."""
+    if sys.flags.optimize > 1:
+        return defaultdict(str)
     section = inspect.cleandoc(owner.__doc__ or "").partition("Args:\n")[2].split("\n\n")[0]
     texts: dict[str, str] = {}
     for entry in re.split(r"\n(?=    \S)", "\n" + section)[1:]:
@@ -360,4 +364,4 @@ def _value(option: Option) -> str | None:
 
 
 def sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:].removesuffix('.')}."
+    return f"{text[0].upper()}{text[1:].removesuffix('.')}." if text else ""

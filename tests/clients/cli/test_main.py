@@ -451,3 +451,15 @@ def test_commands_and_their_processes_run_without_standard_files(tiny: list[str]
     shell = f"{shlex.join([*GENBATCH, 'generate', 'Hello', '--max-tokens', '2', *tiny])} <&- >&- 2>&-"
     ended = subprocess.run(["sh", "-c", shell], check=False, timeout=TIMEOUT_S)
     assert ended.returncode == 0
+
+
+def test_an_encoding_without_the_characters_of_an_answer_replaces_them(tiny: list[str]) -> None:
+    with started("generate", "Hello", "--regex", "a世b", *tiny, PYTHONIOENCODING="ascii") as process:
+        rest = rest_of(process)
+    assert process.returncode == 0 and rest.endswith("a?b\n")
+
+
+def test_commands_run_without_docstrings() -> None:
+    for arguments in (["config"], ["generate", "--help"]):
+        optimized = [sys.executable, "-OO", *GENBATCH[1:], *arguments]
+        assert subprocess.run(optimized, stdout=subprocess.DEVNULL, check=False).returncode == 0
