@@ -12,7 +12,17 @@ Errors of requests are in genbatch.proto.errors. This module has the errors of a
 import struct
 from base64 import b64decode
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Generator,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from functools import update_wrapper, wraps
@@ -606,6 +616,24 @@ class CallResult:
             self.changed()
 
 
+class Wake(outcome.Outcome[None]):
+    """What a waiting task gets when it is woken. One object serves all wakes; trio would make one for each."""
+
+    def unwrap(self) -> None:
+        """Return None."""
+
+    def send(self, gen: Generator[T, None, Any]) -> T:
+        """See `outcome.Outcome`."""
+        return gen.send(None)
+
+    async def asend(self, agen: AsyncGenerator[T, None]) -> T:
+        """See `outcome.Outcome`."""
+        return await agen.asend(None)
+
+
+WAKE = Wake()
+
+
 class TokenStream(CallResult):
     """A stream for one reading task; `push`, `finish` and `fail` are called on the event loop."""
 
@@ -639,7 +667,7 @@ class TokenStream(CallResult):
     def changed(self) -> None:
         """Wake the reader."""
         if self._reader is not None:
-            trio.lowlevel.reschedule(self._reader)
+            trio.lowlevel.reschedule(self._reader, WAKE)
             self._reader = None
 
     async def _wait(self) -> None:

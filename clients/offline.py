@@ -23,7 +23,7 @@ from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runner import Entry
 from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.sampler import Sampled, SamplerState, sample
-from genbatch.nif.text.detokenizer import Detokenizer
+from genbatch.nif.text.detokenizer import open_detokenizer
 from genbatch.proto.errors import InvalidRequest, PromptTooLong
 from genbatch.proto.messages import GenerateRequest
 from genbatch.proto.validation import RequestLimits, check_types, validate_request
@@ -67,7 +67,7 @@ class InferenceSession:
         self._max_new_tokens = options.max_new_tokens
         self._stop_ids = model.eos_token_ids if options.stop_on_eos else frozenset[int]()
         self._max_positions = max_positions
-        self._text = Detokenizer(model.tokenizer.backend, prompt_tokens)
+        self._text = open_detokenizer(model.tokenizer.backend, prompt_tokens)
         self._pieces: list[str] = []
         temperature = options.temperature if options.do_sample else 0.0
         params = SamplingParams(seed=options.seed, temperature=temperature, top_k=options.top_k, top_p=options.top_p)

@@ -25,7 +25,7 @@ from genbatch.nif.runner import Entry, Logits, Rows, host_copy, on_host
 from genbatch.nif.sampling.draw import token_logprobs
 from genbatch.nif.sampling.prompt_lookup import PromptLookup
 from genbatch.nif.sampling.sampler import Constraint, Sampled, SampleFault, SamplerState
-from genbatch.nif.text.detokenizer import Detokenizer, StopMatcher
+from genbatch.nif.text.detokenizer import StopMatcher, open_detokenizer
 from genbatch.nif.text.tools import Parts, Reader
 from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest
 from genbatch.proto.messages import (
@@ -114,7 +114,7 @@ class Output:
         self._rules = rules
         reading = rules.reading
         shown = rules.shown if reading is None else rules.shown | reading.shown
-        self._detokenizer = Detokenizer(tokenizer, prompt_tokens, shown=shown)
+        self._detokenizer = open_detokenizer(tokenizer, prompt_tokens, shown=shown)
         self._reader = reading.reader() if reading is not None else None
         self._reasoning: list[str] = []
         self._num_reasoning = 0  # tokens up to the end of the thinking
@@ -396,54 +396,48 @@ class Generation(Sequence):
         if drawn.failed:
             books.fail(self.request, self.request.refusal(drawn))
         elif self.request.abandoned is None:
-            if self.request.keep.generation and rows is not None:
+            if rows is not None and self.request.keep.generation:
                 self.request.keep.add_generation(self.choice, rows[-1])
+            if self.phase is Phase.PREFILLING:
+                if self.request.params.max_tokens == 0:  # only the prompt was requested
+                    self.output.end()
+                    books.finish(self, "length")
+                    return
+                self.move(Phase.DECODING)
             self._take(drawn, books)
 
     def _take(self, drawn: Sampled, books: Books) -> None:
-        request = self.request
-        if request.params.max_tokens == 0:  # only the prompt was requested
-            self.output.end()
-            books.finish(self, "length")
-            return
-        index = self.num_generated
-        if self.phase is Phase.PREFILLING:
-            self.move(Phase.DECODING)
-        self.num_generated += 1
+        """Count a token, make text of it and call the caller's `on_token`: one function, as all tokens pass it."""
+        request, output, index = self.request, self.output, self.num_generated
+        self.num_generated = index + 1
         books.generated(self)
         self.tokens.append(drawn.token_id)
         try:
-            text = self.output.push(drawn)
+            text = output.push(drawn)
         except NativeError as error:  # the model's tokenizer has no text for these tokens
             books.fail(request, EngineError(str(error)))
             return
-        is_new = index >= self.num_shown
-        if request.on_token is not None and is_new and not self._show(request.on_token, drawn, text, index, books):
-            return
-        if self.output.finish_reason is not None:
-            books.finish(self, self.output.finish_reason)
-
-    def _show(self, on_token: Callable[[Token], None], drawn: Sampled, text: str, index: int, books: Books) -> bool:
-        """Call the caller's `on_token` with a token; return False if it raised."""
-        parsed = self.output.parsed
-        token = Token(
-            text=text,
-            token_id=drawn.token_id,
-            index=index,
-            logprob=drawn.logprob,
-            choice=self.choice,
-            top=dict(drawn.top),
-            reasoning=parsed.reasoning,
-            tool_calls=parsed.tool_calls,
-        )
-        try:
-            on_token(token)
-        # guard: a caller's function
-        except Exception as error:  # a fault of the caller's function ends its request only
-            self.raised = True
-            books.fail(self.request, EngineError(f"on_token raised {error!r}"))
-            return False
-        return True
+        if request.on_token is not None and index >= self.num_shown:
+            parsed = output.parsed
+            token = Token(
+                text=text,
+                token_id=drawn.token_id,
+                index=index,
+                logprob=drawn.logprob,
+                choice=self.choice,
+                top=dict(drawn.top),
+                reasoning=parsed.reasoning,
+                tool_calls=parsed.tool_calls,
+            )
+            try:
+                request.on_token(token)
+            # guard: a caller's function
+            except Exception as error:  # a fault of the caller's function ends its request only
+                self.raised = True
+                books.fail(request, EngineError(f"on_token raised {error!r}"))
+                return
+        if output.finish_reason is not None:
+            books.finish(self, output.finish_reason)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

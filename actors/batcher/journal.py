@@ -39,7 +39,7 @@ from genbatch.actors.batcher.messages import Embed, Generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.requests import Evaluated, Planned, Prompt, Request, Sequence, TenantShare
 from genbatch.actors.runtime.telemetry import Telemetry
-from genbatch.actors.scheduling.plan import PromptBudget, SchedulerOutput
+from genbatch.actors.scheduling.plan import PromptBudget, SchedulerOutput, StepWork
 from genbatch.nif.context import Context
 from genbatch.nif.errors import OptionError
 from genbatch.nif.sampling.sampler import Sampled, SampleFault
@@ -79,9 +79,9 @@ class Run(Protocol):
         """Take an ended sequence out of the run."""
 
 
-# The draws of a run's step for each sequence: one token, and one more for each accepted draft token. A sequence that
-# has left the run has none.
-Drawn: TypeAlias = list[list[Sampled | SampleFault]]
+# The draws of a run's step: each sequence's first one, then each sequence's second one if drafts were accepted, and so
+# on. A sequence without a further draw has None, and so has a sequence that has left the run.
+Drawn: TypeAlias = ListOf[ListOf[Sampled | SampleFault | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +102,14 @@ class Decoded:
     """A step of a run has ended; unless it was the last step, the next step has begun.
 
     Args:
+        work: the work of the step.
         guessing_s: the seconds that drafts took before the step.
         freed: indices of the sequences that have left the run and hold no blocks any more.
     """
 
     run: Run
     drawn: Drawn
-    num_drafted: int
+    work: StepWork
     guessing_s: float = 0.0
     freed: ListOf[int] = ()
     has_first_tokens: ClassVar[bool] = False
@@ -463,14 +464,14 @@ class Journal:
             metadata = {"request_id": sequence.request.request_id, "swapped": swapped}
             self._telemetry.execute("request.preempted", {"generated_tokens": sequence.num_generated}, metadata)
 
-    def stepped(self, batch: list[Planned], num_tokens: int, seconds: float) -> None:
-        """Book one forward over so many tokens of these entries; call this before its tokens are booked."""
+    def stepped(self, num_entries: int, num_tokens: int, seconds: float) -> None:
+        """Book one forward over so many entries and tokens; call this before its tokens are booked."""
         self._now = trio.current_time()
         self._since = None
-        self.stats.count_step(len(batch), num_tokens, seconds)
+        self.stats.count_step(num_entries, num_tokens, seconds)
         self.stats.update_rates(self._now)
         if self._telemetry.handlers:
-            measurements = {"duration_s": seconds, "entries": len(batch), "tokens": num_tokens}
+            measurements = {"duration_s": seconds, "entries": num_entries, "tokens": num_tokens}
             self._telemetry.execute("step.end", measurements, {"model": self._model})
 
     def drafted(self, num_drafted: int, num_accepted: int) -> None:

@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as ListOf
+from itertools import zip_longest
 from typing import cast
 
 import outcome
@@ -157,14 +158,14 @@ class RunAhead:
     def _decode(self, run: DecodeRun | OverlappedRun, samplers: list[SamplerState], steps: int) -> Decoded | None:
         ends = False
         left: set[int] = set()  # a running step may still draw for these
-        constrained = [index for index, sampler in enumerate(samplers) if sampler.constraint is not None]
+        heeding = [(index, sampler) for index, sampler in enumerate(samplers) if sampler.heeds]
         while True:
             while self._leaving:
                 index = self._leaving.popleft()
                 run.leave(index)
                 left.add(index)
             try:
-                decoded = self._step(run, ahead=not ends)
+                decoded = self._step(run, heeding, ahead=not ends)
             except DeviceFault:
                 raise
             except Exception:
@@ -173,10 +174,11 @@ class RunAhead:
                 return None  # the next plan meets the same error and can handle it
             steps += 1
             whole = not self._lacks_tokens(decoded.drawn, left) and not any(
-                samplers[index].is_slow for index in constrained if decoded.drawn[index]
+                sampler.is_slow for index, sampler in heeding if decoded.drawn[0][index] is not None
             )
             if self._drafts is not None:
-                whole = self._drafts.took(decoded.drawn, decoded.num_drafted) and whole
+                rows = [[draw for draw in draws if draw is not None] for draws in zip(*decoded.drawn, strict=True)]
+                whole = self._drafts.took(rows, int(decoded.work.drafted)) and whole
             # Stay at most one step ahead of the tokens that were handed out.
             late = steps > 1 and not ends and not self._worker.wait(self._was_booked, MAX_LATE_S)
             ends = ends or self._stopping or late
@@ -187,27 +189,32 @@ class RunAhead:
     @staticmethod
     def _lacks_tokens(drawn: Drawn, left: set[int]) -> bool:
         """Return whether a draw has failed for a sequence that has not left."""
-        if SampleFault not in {type(draws[-1]) for draws in drawn if draws}:
-            return False
-        return any(draws[-1].failed for index, draws in enumerate(drawn) if draws and index not in left)
+        return any(
+            isinstance(draw, SampleFault) and index not in left
+            for draws in drawn
+            if SampleFault in set(map(type, draws))
+            for index, draw in enumerate(draws)
+        )
 
     def _was_booked(self, timeout_s: float | None) -> bool:
         """Wait until one more step was booked; return whether it was. A simulation passes None and does not wait."""
         return self._booked.acquire(blocking=timeout_s is not None, timeout=timeout_s)
 
-    def _step(self, run: DecodeRun | OverlappedRun, *, ahead: bool) -> Decoded:
+    def _step(self, run: DecodeRun | OverlappedRun, heeding: list[tuple[int, SamplerState]], *, ahead: bool) -> Decoded:
         guessing_s = 0.0
         if self._drafts is not None and run.verifies:
             before = self._drafts.seconds
             drafts = self._drafts.next()
             guessing_s = self._drafts.seconds - before
             if drafts and run.has_room(drafts):
-                return Decoded(self, run.verify(drafts), sum(map(len, drafts)), guessing_s)
+                columns = list(zip_longest(*run.verify(drafts)))
+                return Decoded(self, columns, run_work(run, sum(map(len, drafts))), guessing_s)
         drawn = run.step(ahead=ahead)
-        for sequence, draw in zip(self.sequences, drawn, strict=True):
+        for index, sampler in heeding:
+            draw = drawn[index]
             if draw is not None and not draw.failed:
-                sequence.sampler.accept(draw.token_id)
-        return Decoded(self, [[] if draw is None else [draw] for draw in drawn], 0, guessing_s, run.freed())
+                sampler.accept(draw.token_id)
+        return Decoded(self, [drawn], run_work(run), guessing_s, run.freed())
 
 
 def generations(batch: list[Planned]) -> list[Generation]:
@@ -317,10 +324,9 @@ def work_of(batch: list[Planned]) -> StepWork:
     return StepWork(decodes=decodes, keys=keys, prompts=prompts, prefill=prefill, prefill_keys=prefill_keys)
 
 
-def run_work(batch: list[Planned], num_drafted: int) -> StepWork:
-    """Return the work of a run's step that is not booked yet."""
-    keys = sum([planned.owner.num_computed + 1 for planned in batch])
-    return StepWork(decodes=len(batch), keys=keys, drafted=num_drafted)
+def run_work(run: DecodeRun | OverlappedRun, num_drafted: int = 0) -> StepWork:
+    """Return the work of a run's latest step."""
+    return StepWork(decodes=len(run.rows.positions), keys=sum(run.rows.positions), drafted=num_drafted)
 
 
 class StepFaults:
@@ -419,15 +425,14 @@ class StepCommit:
             The indices of the sequences that these tokens ended.
         """
         ended: list[int] = []
-        for index, (sequence, draws) in enumerate(zip(sequences, drawn, strict=True)):
-            if sequence.ended:
-                continue  # it ended after this step had begun
-            for draw in draws:
+        for draws in drawn:
+            for index, (sequence, draw) in enumerate(zip(sequences, draws, strict=True)):
+                if draw is None or sequence.ended:
+                    continue  # it ended after this step had begun, or with an earlier draft token
                 sequence.num_computed += 1
                 sequence.book_drawn(draw, self)
                 if sequence.ended:
                     ended.append(index)
-                    break
         return ended
 
     def prefilled(self, num_tokens: int) -> None:
@@ -553,7 +558,7 @@ class Stepper:
         self._watch.restart(now)
         self._faults.succeeded()
         num_tokens = sum([len(planned.entry.tokens) for planned in batch])
-        self._journal.stepped(batch, num_tokens, now - self._began)
+        self._journal.stepped(len(batch), num_tokens, now - self._began)
         self._times.took(work_of(batch), now - self._turn_began)
         self._turn_began = now
         for planned, evaluated in zip(batch, outputs, strict=True):
@@ -621,14 +626,14 @@ class Stepper:
 
     def decoded(self, decoded: Decoded) -> bool:
         """Book a step of a run; the next step may be running."""
-        run, drawn = decoded.run, decoded.drawn
-        batch = [planned for planned, draws in zip(run.batch, drawn, strict=True) if draws]
+        run, drawn, work = decoded.run, decoded.drawn, decoded.work
         now = trio.current_time()
         self._watch.restart(now)
-        self._journal.stepped(batch, len(batch) + decoded.num_drafted, now - self._began)
-        if decoded.num_drafted:
-            self._journal.drafted(decoded.num_drafted, sum(map(len, drawn)) - len(drawn))
-        self._times.took(run_work(batch, decoded.num_drafted), now - self._turn_began - decoded.guessing_s)
+        num_rows, num_drafted = int(work.decodes), int(work.drafted)
+        self._journal.stepped(num_rows, num_rows + num_drafted, now - self._began)
+        if num_drafted:
+            self._journal.drafted(num_drafted, sum(draw is not None for draws in drawn[1:] for draw in draws))
+        self._times.took(work, now - self._turn_began - decoded.guessing_s)
         self._turn_began = now
         self._go_on(run, now, self._commit.book_decodes(run.sequences, drawn), decoded.freed)
         return False

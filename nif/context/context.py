@@ -25,13 +25,14 @@ from genbatch.nif.context.assistant import Assistant
 from genbatch.nif.context.drafters import Drafter, StateDrafter
 from genbatch.nif.context.layout import lay_out
 from genbatch.nif.context.multi_token_head import MultiTokenHead
-from genbatch.nif.context.runs import DecodeRun, Kept, OverlappedRun, Read, RunRows, Steps
+from genbatch.nif.context.runs import DecodeRun, OverlappedRun, Read, RunRows
 from genbatch.nif.cuda_device import is_out_of_memory
 from genbatch.nif.errors import AdapterError, BatchError, OptionError
 from genbatch.nif.kv.cache_size import group_blocks
 from genbatch.nif.kv.disk_cache import DiskCache
 from genbatch.nif.kv.kv_cache import KVCache
 from genbatch.nif.kv.offload import fingerprint, pack, unpack
+from genbatch.nif.kv.reservation import Reservation, RunReservation
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.lora import Adapters
 from genbatch.nif.runner import (
@@ -56,7 +57,7 @@ from genbatch.nif.runner import (
 from genbatch.nif.sampling.choice import choose
 from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
-from genbatch.nif.text.detokenizer import Detokenizer
+from genbatch.nif.text.detokenizer import Detokenizer, open_detokenizer
 
 T = TypeVar("T")
 Draws: TypeAlias = list[Sampled | SampleFault | None]
@@ -353,7 +354,7 @@ class Context:
         for (seq_id, _, _), draw in zip(entries, drawn, strict=True):
             if not isinstance(draw, Sampled):
                 raise BatchError(f"sequence {seq_id}: {draw.reason if draw else 'nothing drawn'}")
-            text = self._texts.setdefault(seq_id, Detokenizer(self.model.tokenizer.backend))
+            text = self._texts.setdefault(seq_id, open_detokenizer(self.model.tokenizer.backend))
             decoded.append((seq_id, draw.token_id, text.push(draw.token_id)))
         return decoded
 
@@ -501,20 +502,19 @@ class Context:
 
     def _evaluate(self, batch: Sequence[Entry], read: Read[T], *, with_logits: bool) -> T:
         self._check(batch)
-        steps = [(entry.seq_id, entry.tokens, entry.n_past) for entry in batch]
-        return self._forward(steps, lambda: lay_out(batch, self.kv), read, with_logits=with_logits)
+        reservation = self.kv.reserve([(entry.seq_id, entry.tokens, entry.n_past) for entry in batch])
+        return self._forward(reservation, lambda: lay_out(batch, self.kv), read, with_logits=with_logits)
 
     def _forward(
         self,
-        steps: Steps,
+        reservation: Reservation | RunReservation,
         layout: Callable[[], RaggedBatch],
         read: Read[T],
         *,
         with_logits: bool,
-        kept: Kept[T] | None = None,
     ) -> T:
         """Run one forward; see `runs.Forward`."""
-        reservation = self.kv.reserve(steps)
+        steps = () if self._follower is None else reservation.steps
         follower = self._follower if self._follower is not None and self._follower.follows(len(steps)) else None
         seen: tuple[np.ndarray, np.ndarray] | None = None
         try:
@@ -540,13 +540,12 @@ class Context:
             # guard: a step that failed is undone
             reservation.rollback()
             raise
-        evaluated = None if kept is None else kept(result)
-        reservation.commit(evaluated)
+        reservation.commit()
         if self._follower is not None:
             if seen is None:
                 self._follower.missed([seq_id for seq_id, _, _ in steps])
             else:
-                self._follower.stepped(steps, evaluated, *seen)
+                self._follower.stepped(steps, reservation.evaluated, *seen)
         return result
 
 

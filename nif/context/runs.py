@@ -7,8 +7,8 @@ from typing import ClassVar, Literal, Protocol, TypeAlias, TypeVar
 
 from genbatch.nif.context.layout import RunLayout, lay_out, run_layout
 from genbatch.nif.errors import DeviceFault
-from genbatch.nif.kv.block_tables import Reservation
 from genbatch.nif.kv.kv_cache import KVCache
+from genbatch.nif.kv.reservation import Reservation, RunReservation
 from genbatch.nif.runner import (
     Entry,
     Largest,
@@ -24,27 +24,24 @@ from genbatch.nif.sampling.draw import NOT_FINITE, DrawTable
 from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
 
 T = TypeVar("T")
-Kept: TypeAlias = Callable[[T], Sequence[Sequence[int]]]  # maps `read`'s result to each entry's tokens to commit
-Steps = Sequence[tuple[int, Sequence[int], int]]  # seq_id, tokens, n_past
 # Takes rows of logits, the largest of each row, and rows of hidden states if an entry asks for states.
 Read: TypeAlias = Callable[..., T]
 
 
 class Forward(Protocol):
-    """Reserve blocks, make the layout, run the forward, and return `read`'s result.
+    """Make the layout of reserved blocks, run the forward, and return `read`'s result.
 
-    `read` gets the rows of logits, and each row's largest logit if the runner computes it. The positions are committed
-    after `read`: all of them, or those that `kept` returns. If `read` raises, nothing is committed.
+    `read` gets the rows of logits, and each row's largest logit if the runner computes it. The reservation is committed
+    after `read`. If `read` raises, the reservation is rolled back.
     """
 
     def __call__(
         self,
-        steps: Steps,
+        reservation: Reservation | RunReservation,
         layout: Callable[[], RaggedBatch],
         read: "Read[T]",
         *,
         with_logits: bool,
-        kept: "Kept[T] | None" = None,
     ) -> T: ...
 
 
@@ -61,6 +58,7 @@ class RunRows:
         self.live = list(range(len(batch)))  # rows of the next step
         self.seq_ids = [entry.seq_id for entry in batch]  # of the live rows, as are `n_past`
         self.n_past = [entry.n_past for entry in batch]
+        self.positions = self.n_past  # of the draws of the step that was read last
         self.freed: list[int] = []  # rows that hold no blocks any more
         self._remove = remove
         self._all_ids = self.seq_ids
@@ -93,10 +91,6 @@ class RunRows:
         self.n_past = [self.n_past[place] for place in places]
         self._next_end = min((self._num_draws[row] for row in stay), default=0)
         return places
-
-    def entries(self, tokens: Sequence[int]) -> list[tuple[int, tuple[int, ...], int]]:
-        """Return what a step of the live rows reserves blocks for."""
-        return [(seq_id, (token,), n) for seq_id, token, n in zip(self.seq_ids, tokens, self.n_past, strict=True)]
 
     def free(self) -> None:
         """Free the blocks of the rows that have left. No step under way may have such a row."""
@@ -139,9 +133,10 @@ class DecodeRun:
         self._forward = forward
         self._steps_left = max_steps
         self._num_steps = 0
-        self._rows = rows
+        self.rows = rows
         self._tokens = [entry.tokens[0] for entry in batch]  # of the live rows
-        self._layout: RunLayout | None = run_layout(kv, batch, max_steps)
+        self._layout: RunLayout | None = None
+        self._reservation: RunReservation | None = None
 
     @property
     def is_ahead(self) -> bool:
@@ -151,7 +146,7 @@ class DecodeRun:
     @property
     def is_over(self) -> bool:
         """Whether no step is left to read."""
-        return not (self._steps_left and self._rows.live)
+        return not (self._steps_left and self.rows.live)
 
     def step(self, *, ahead: bool = True) -> list[Sampled | SampleFault | None]:
         """Evaluate every sequence's newest token and draw the next; a sequence that has left has no draw.
@@ -163,41 +158,43 @@ class DecodeRun:
             BatchError, OutOfBlocks: as `Context.eval`; nothing was changed, and the run is over.
         """
         self._narrow()
-        live = self._rows.live
+        live = self.rows.live
         drawn: list[Sampled | SampleFault | None] = [None] * len(self._batch)
         if live:
             states = [self._states[row] for row in live]
-            positions = [n + 1 for n in self._rows.n_past]
+            positions = [n + 1 for n in self.rows.n_past]
+            if self._reservation is None:
+                self._reservation = self._kv.reserve_run(self.rows.seq_ids)
             draws = self._forward(
-                self._rows.entries(self._tokens),
+                self._kv.reserve_step(self._reservation, self._tokens),
                 self._lay_out,
                 lambda rows, largest: choose(rows, largest, states, positions),
                 with_logits=any(state.reads_logits for state in states),
             )
-            self._rows.n_past = positions
+            self.rows.n_past = self.rows.positions = positions
             self._tokens = [_input(draw) for draw in draws]
             self._steps_left -= 1
             self._num_steps += 1
             for row, draw in zip(live, draws, strict=True):
                 drawn[row] = draw
             self._narrow()
-        self._rows.free()
+        self.rows.free()
         return drawn
 
     def leave(self, row: int) -> None:
         """Take a sequence out of the following steps; `freed` has its row once it holds no blocks."""
-        self._rows.leave(row)
+        self.rows.leave(row)
 
     def freed(self) -> list[int]:
         """Return the rows of the batch whose sequences were freed since the last call."""
-        freed, self._rows.freed = self._rows.freed, []
+        freed, self.rows.freed = self.rows.freed, []
         return freed
 
     def has_room(self, drafts: Sequence[Sequence[int]]) -> bool:
         """Whether the pool has enough blocks to verify these drafts."""
         paper = self._kv.draft()
-        ends = [n + 1 + len(draft) for n, draft in zip(self._rows.n_past, drafts, strict=True)]
-        return all(paper.grow([seq_id], end) for seq_id, end in zip(self._rows.seq_ids, ends, strict=True))
+        ends = [n + 1 + len(draft) for n, draft in zip(self.rows.n_past, drafts, strict=True)]
+        return all(paper.grow([seq_id], end) for seq_id, end in zip(self.rows.seq_ids, ends, strict=True))
 
     def verify(self, drafts: Sequence[Sequence[int]]) -> list[list[Sampled | SampleFault]]:
         """Verify drafted tokens in one step; the draws equal those of single steps.
@@ -215,22 +212,25 @@ class DecodeRun:
         Raises:
             BatchError, OutOfBlocks: as `step`.
         """
-        rows = self._rows
+        rows = self.rows
         batch = [
             Entry(first.seq_id, (token, *draft), n, Logits.ALL, first.adapter)
             for first, token, n, draft in zip(self._batch, self._tokens, rows.n_past, drafts, strict=True)
         ]
-        drawn = self._forward(
-            [(entry.seq_id, entry.tokens, entry.n_past) for entry in batch],
-            lambda: lay_out(batch, self._kv),
-            lambda rows, largest: self._draw_in_turn(rows, largest, drafts),
-            with_logits=any(state.reads_logits for state in self._states),
-            kept=lambda drawn: [entry.tokens[: len(draws)] for entry, draws in zip(batch, drawn, strict=True)],
-        )
+        reservation = self._kv.reserve([(entry.seq_id, entry.tokens, entry.n_past) for entry in batch])
+
+        def read(rows: Rows | None, largest: Largest | None) -> list[list[Sampled | SampleFault]]:
+            drawn = self._draw_in_turn(rows, largest, drafts)
+            reservation.evaluated = [entry.tokens[: len(draws)] for entry, draws in zip(batch, drawn, strict=True)]
+            return drawn
+
+        with_logits = any(state.reads_logits for state in self._states)
+        drawn = self._forward(reservation, lambda: lay_out(batch, self._kv), read, with_logits=with_logits)
+        rows.positions = [n + 1 for n in rows.n_past]
         rows.n_past = [n + len(draws) for n, draws in zip(rows.n_past, drawn, strict=True)]
         self._tokens = [_input(draws[-1]) for draws in drawn]
         self._steps_left -= 1
-        self._layout = None  # the sequences have not moved on by one position each
+        self._layout = self._reservation = None  # the sequences have not moved on by one position each
         return drawn
 
     def close(self) -> None:
@@ -250,7 +250,7 @@ class DecodeRun:
                     None if rows is None else rows[at],
                     None if largest is None else largest.rows(at),
                     [self._states[index] for index in going],
-                    [self._rows.n_past[index] + 1 + place for index in going],
+                    [self.rows.n_past[index] + 1 + place for index in going],
                 )
             except Exception:
                 if place == 0:
@@ -270,21 +270,22 @@ class DecodeRun:
 
     def _lay_out(self) -> RaggedBatch:
         if self._layout is None:
-            firsts = (self._batch[row] for row in self._rows.live)
+            firsts = (self._batch[row] for row in self.rows.live)
             batch = [
                 Entry(first.seq_id, (token,), n, adapter=first.adapter)
-                for first, token, n in zip(firsts, self._tokens, self._rows.n_past, strict=True)
+                for first, token, n in zip(firsts, self._tokens, self.rows.n_past, strict=True)
             ]
             self._layout = run_layout(self._kv, batch, self._steps_left)
         return self._layout.next(self._tokens)
 
     def _narrow(self) -> None:
         """Let the rows leave that have no further step."""
-        places = self._rows.narrow(self._num_steps)
+        places = self.rows.narrow(self._num_steps)
         if places is not None:
             self._tokens = [self._tokens[place] for place in places]
-            if self._layout is not None:
+            if self._layout is not None and self._reservation is not None:
                 self._layout.keep(places)
+                self._reservation.keep(self.rows.seq_ids)
 
 
 def _input(draw: Sampled | SampleFault) -> int:
@@ -309,11 +310,10 @@ _UNKNOWN = 0  # a placeholder: the device fills in the token that it draws
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """A launched step, its rows of the run, the reservation of their blocks, and the positions of their draws."""
+    """A launched step, its rows of the run, and the positions of their draws."""
 
     launched: Launched
     rows: list[int]
-    reservation: Reservation
     positions: list[int]
 
 
@@ -353,9 +353,10 @@ class OverlappedRun:
         assert all(len(entry.tokens) == 1 for entry in batch)
         self._kv = kv
         self._runner = runner
-        self._rows = rows  # of the step to be launched next
+        self.rows = rows  # of the step to be launched next
         self._tokens = [entry.tokens[0] for entry in batch]  # every row's input of the step to be read next
         self._layout = run_layout(kv, batch, max_steps)
+        self._reservation = kv.reserve_run(rows.seq_ids)
         self._states = states
         self._draws = DrawTable([state.params for state in states])
         # A row may leave these, when it has its `min_tokens`; none joins them.
@@ -373,7 +374,7 @@ class OverlappedRun:
     @property
     def is_over(self) -> bool:
         """Whether no step is left to read."""
-        return self._ahead is None and self._fault is None and not (self._steps_left and self._rows.live)
+        return self._ahead is None and self._fault is None and not (self._steps_left and self.rows.live)
 
     def step(self, *, ahead: bool = True) -> list[Sampled | SampleFault | None]:
         """Evaluate every sequence's newest token and draw the next; a sequence that has left has no draw.
@@ -391,11 +392,12 @@ class OverlappedRun:
         flight = self._ahead or self._launch(None)
         self._ahead = None
         if flight is None:
-            self._rows.free()
+            self.rows.free()
             return drawn
         # Commit now: the host knows this step's input tokens, and the device fills the blocks before any later launch
         # can read them.
-        flight.reservation.commit([(self._tokens[row],) for row in flight.rows])
+        self._reservation.tokens = [self._tokens[row] for row in flight.rows]
+        self._reservation.commit()
         # Before the next step is launched: it reads these rows' tokens.
         redrawn = self._redraw(flight)
         if ahead and self._steps_left:
@@ -403,6 +405,7 @@ class OverlappedRun:
                 self._ahead = self._launch(flight)
             except Exception as error:
                 self._fault = error  # raised by the next call, as this step's tokens must be returned first
+        self.rows.positions = flight.positions
         tokens = self._tokens
         for row, token in zip(flight.rows, _read(flight), strict=True):
             drawn[row] = SampleFault(NOT_FINITE) if token is None else Sampled(token)
@@ -413,16 +416,16 @@ class OverlappedRun:
                 drawn[row] = result
                 tokens[row] = _input(result)
         # The last step of a row that has left was read, and the step under way was launched without the row.
-        self._rows.free()
+        self.rows.free()
         return drawn
 
     def leave(self, row: int) -> None:
         """See `DecodeRun.leave`; a step under way still has a draw of this row."""
-        self._rows.leave(row)
+        self.rows.leave(row)
 
     def freed(self) -> list[int]:
         """See `DecodeRun.freed`."""
-        freed, self._rows.freed = self._rows.freed, []
+        freed, self.rows.freed = self.rows.freed, []
         return freed
 
     def close(self) -> None:
@@ -437,7 +440,7 @@ class OverlappedRun:
                 _read(flight)
             finally:
                 # guard: the step under way is undone
-                flight.reservation.rollback()
+                self._reservation.rollback()
 
     def _redraw(self, flight: _Flight) -> "list[tuple[list[int], Callable[[], list[Sampled | SampleFault]]]]":
         """Launch the draws of the rows that need the host; returns these rows, and functions that read them."""
@@ -468,15 +471,16 @@ class OverlappedRun:
 
     def _launch(self, after: _Flight | None) -> _Flight | None:
         """Launch the next step, behind the step `after` or with tokens that the host knows; None if no row is left."""
-        rows = self._rows
+        rows = self.rows
         places = rows.narrow(self._num_launched)
         if not rows.live:
             return None
         if places is not None:
             self._layout.keep(places)
             self._draws.keep(places)
+            self._reservation.keep(rows.seq_ids)
         tokens = [_UNKNOWN] * len(rows.live) if after is not None else [self._tokens[row] for row in rows.live]
-        reservation = self._kv.reserve(rows.entries(tokens))
+        reservation = self._kv.reserve_step(self._reservation, tokens)
         positions = [n_past + 1 for n_past in rows.n_past]
         try:
             for group, pairs in enumerate(reservation.copies):
@@ -494,7 +498,7 @@ class OverlappedRun:
         rows.n_past = positions
         self._steps_left -= 1
         self._num_launched += 1
-        return _Flight(launched, rows.live, reservation, positions)
+        return _Flight(launched, rows.live, positions)
 
 
 def _read(flight: _Flight) -> list[int | None]:

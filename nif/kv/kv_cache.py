@@ -17,20 +17,16 @@ from genbatch.nif.errors import BatchError, OptionError
 from genbatch.nif.kv.block_pool import PrefixCache
 from genbatch.nif.kv.block_tables import (
     NEVER,
-    Beginning,
     BlockTables,
-    Entries,
     Ints,
-    Reservation,
-    StepDraft,
     check_copy,
     check_prompt,
     check_removal,
-    more_blocks,
     sequence_of,
     shortest_prefix,
 )
 from genbatch.nif.kv.disk_cache import Copy, DiskCache
+from genbatch.nif.kv.reservation import Beginning, Entries, Reservation, RunReservation, StepDraft, more_blocks
 from genbatch.nif.runner import LayerGroup
 
 
@@ -87,7 +83,7 @@ class KVCache:
         self._cap = NEVER if max_per_sequence is None else max_per_sequence
         self._tables = BlockTables(groups, num_blocks, block_size, num_sequences, allow_block_sharing)
         self._no_blocks = (0,) * len(groups)
-        self._open: Reservation | None = None
+        self._open: Reservation | RunReservation | None = None
 
     # Reading a sequence
 
@@ -137,8 +133,23 @@ class KVCache:
             OutOfBlocks: a group has too few free blocks; nothing was changed.
         """
         self._assert_idle()
-        self._open = Reservation(self._tables, entries, self._cap, self._close)
-        return self._open
+        reservation = self._open = Reservation(self._tables, entries, self._cap, self._close)
+        return reservation
+
+    def reserve_run(self, seq_ids: Sequence[int]) -> RunReservation:
+        """Return the reservation of a run of decode steps over these sequences; `reserve_step` begins each step."""
+        return RunReservation(self._tables, seq_ids, self._cap, self._close)
+
+    def reserve_step(self, run: RunReservation, tokens: Sequence[int]) -> RunReservation:
+        """Reserve the blocks of a run's next step, and return the run; see `reserve`.
+
+        Args:
+            tokens: each sequence's token, see `RunReservation`.
+        """
+        self._assert_idle()
+        run.reserve(tokens)
+        self._open = run
+        return run
 
     def draft(self) -> StepDraft:
         """Return an empty draft of a step, which counts the blocks that `reserve` would take."""
@@ -481,7 +492,7 @@ class KVCache:
 
     def check_integrity(self) -> None:
         """Check that tables, reference counts, pools and prefix cache agree; raises AssertionError otherwise."""
-        self._tables.check_integrity(self._open.replaced() if self._open is not None else ())
+        self._tables.check_integrity(self._open.growth.replaced() if self._open is not None else ())
 
     # Helpers
 

@@ -130,21 +130,23 @@ class SamplerState:
         constraint: the output's constraint, before its first token.
     """
 
-    __slots__ = ("_always_edits", "_always_reads", "_bias", "_counts", "_num_seen", "_penalised", "_ranks", "_seen",
-                 "_suppressed", "constraint", "num_generated", "params")  # fmt: skip
+    __slots__ = ("_always_edits", "_always_reads", "_bias", "_counts", "_num_accepted", "_num_seen", "_penalised",
+                 "_ranks", "_seen", "_suppressed", "constraint", "heeds", "params")  # fmt: skip
 
     def __init__(
         self, params: SamplingParams, prompt_token_ids: Iterable[int], constraint: Constraint | None = None
     ) -> None:
         self.params = params
         self.constraint = constraint
-        self.num_generated = 0
+        self._num_accepted = 0
         self._penalised = params.penalised
         self._always_edits = self._penalised or bool(params.logit_bias) or constraint is not None
         self._always_reads = self._always_edits or params.temperature > 0.0 or params.logprobs is not None
         bias = params.logit_bias or {}
         self._bias = (_ids(bias), np.fromiter(bias.values(), np.float32, len(bias)))
         self._suppressed = _ids(sorted(params.suppress))
+        # Whether a draw depends on the tokens before. If not, a caller need not call `accept`.
+        self.heeds = self._penalised or constraint is not None or params.min_tokens > 0
         # Distinct tokens seen, and each token's count in the output. The arrays grow by doubling.
         self._ranks: dict[int, int] = {}
         self._num_seen = 0
@@ -156,7 +158,7 @@ class SamplerState:
 
     def accept(self, token_id: int) -> None:
         """Add `token_id` to the sequence. Call this after the step has succeeded."""
-        self.num_generated += 1
+        self._num_accepted += 1
         if self.constraint is not None:
             self.constraint.accept(token_id)
         if self._penalised:
@@ -181,7 +183,7 @@ class SamplerState:
             constraint.prepare()  # once for both
             constraint = constraint.fork()
         twin = type(self)(replace(self.params, **changes), (), constraint)
-        twin.num_generated = self.num_generated
+        twin._num_accepted = self._num_accepted
         twin._ranks = dict(self._ranks)
         twin._num_seen = self._num_seen
         twin._seen = self._seen.copy()
@@ -225,7 +227,7 @@ class SamplerState:
 
     @property
     def _suppresses(self) -> bool:
-        return self.num_generated < self.params.min_tokens and self._suppressed.size > 0
+        return self._num_accepted < self.params.min_tokens and self._suppressed.size > 0
 
     def _rank(self, token_id: int) -> int:
         """Return the token's index in the arrays; adds an entry for a new token."""

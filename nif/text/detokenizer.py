@@ -144,12 +144,27 @@ _CONTEXT_TOKENS = 8  # enough context for a decoder to know that a token is not 
 _INVALID = _REPLACEMENT * 4  # an incomplete code point has at most three bytes, so four replacements are invalid bytes
 
 
-class Detokenizer:
+class Detokenizer(Protocol):
     """Decodes one sequence's output token by token, skipping special tokens and ids without a token.
 
     The joined pieces with the flush equal the tokenizer's decoding of all ids at once. There is one exception: a
     tokenizer that is not byte-level, and byte tokens that are not UTF-8. Its byte fallback would turn even the valid
     bytes, which were returned already, into U+FFFD. There the returned text stays.
+    """
+
+    def push(self, token_id: int) -> str:
+        """Add a token and return the text that is final now; "" while a code point is incomplete."""
+        ...
+
+    def flush(self) -> str:
+        """End the sequence and return the remaining text, with U+FFFD for an incomplete code point."""
+        ...
+
+
+def open_detokenizer(
+    tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), *, shown: frozenset[int] = frozenset()
+) -> Detokenizer:
+    """Return the detokenizer of a new output.
 
     Args:
         tokenizer: the fast tokenizer's backend (`backend_tokenizer` of transformers' class).
@@ -157,31 +172,10 @@ class Detokenizer:
             After a prompt they keep the output's first space; without a prompt they drop it.
         shown: special tokens with visible text, such as the marks around a tool call.
     """
-
-    __slots__ = ("_decoding",)
-
-    def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), *, shown: frozenset[int] = frozenset()
-    ) -> None:
-        vocabulary = _vocabulary(tokenizer, shown)
-        self._decoding: _Decoding
-        if isinstance(tokenizer.decoder, decoders.ByteLevel):
-            self._decoding = _ByteDecoding(vocabulary)
-        else:
-            self._decoding = _WindowDecoding(vocabulary, prompt_token_ids)
-
-    def push(self, token_id: int) -> str:
-        """Add a token and return the text that is final now; "" while a code point is incomplete."""
-        return self._decoding.push(token_id)
-
-    def flush(self) -> str:
-        """End the sequence and return the remaining text, with U+FFFD for an incomplete code point."""
-        return self._decoding.flush()
-
-
-class _Decoding(Protocol):
-    def push(self, token_id: int) -> str: ...
-    def flush(self) -> str: ...
+    vocabulary = _vocabulary(tokenizer, shown)
+    if isinstance(tokenizer.decoder, decoders.ByteLevel):
+        return _ByteDetokenizer(vocabulary)
+    return _WindowDetokenizer(vocabulary, prompt_token_ids)
 
 
 class _Vocabulary:
@@ -240,7 +234,7 @@ class _TokenTexts(dict[int, str | None]):
         return text
 
 
-class _ByteDecoding:
+class _ByteDetokenizer:
     """Decodes byte-level vocabularies: tokens are bytes, and only code point boundaries matter."""
 
     __slots__ = ("_bytes", "_is_within", "_texts", "_utf8")
@@ -266,7 +260,7 @@ class _ByteDecoding:
         return self._utf8.decode(b"", final=True)
 
 
-class _WindowDecoding:
+class _WindowDetokenizer:
     """Decodes with any other decoder: decode a few tokens with and without the newest, and return the difference."""
 
     __slots__ = ("_shown", "_vocabulary", "_window")

@@ -17,7 +17,7 @@ from genbatch.nif.runner import Entry, LayerGroup, Logits, Rows
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.sampler import SamplerState
-from genbatch.nif.text.detokenizer import Detokenizer
+from genbatch.nif.text.detokenizer import open_detokenizer
 
 FAMILIES = [
     "llama", "qwen3", "mistral", "gemma3", "gpt_neox", "lfm2", "qwen3_5", "qwen3_next", "bamba", "granite_hybrid",
@@ -262,7 +262,7 @@ def test_a_forward_that_fails_leaves_no_trace(tiny_model: TinyModel, oracle: Ora
 
 def test_a_slot_forgets_its_last_users_half_of_a_code_point(tiny_model: TinyModel) -> None:
     context, prompt = make_context(tiny_model("llama")), prompt_of(6, 2)
-    text = context._texts[0] = Detokenizer(context.model.tokenizer.backend)
+    text = context._texts[0] = open_detokenizer(context.model.tokenizer.backend)
     assert [text.push(token) for token in context.model.tokenizer.encode("€")[-3:-1]] == ["", ""]
     context.prefill(prompt, 0, 0)
     context.seq_rm(0)

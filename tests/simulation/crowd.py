@@ -32,7 +32,7 @@ from genbatch.actors.scheduling.scheduler import PauseOrder, PlainPlan, RequestL
 from genbatch.nif.context import Context
 from genbatch.nif.context.drafters import Drafter
 from genbatch.nif.errors import OptionError
-from genbatch.nif.kv.block_tables import Entries, Reservation, StepDraft
+from genbatch.nif.kv.reservation import Entries, Reservation, RunReservation, StepDraft
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runner import Runner
 from genbatch.proto.errors import GenbatchError, Unavailable
@@ -311,7 +311,7 @@ def watch(batcher: Batcher) -> None:
 def _watch_drafts(batcher: Batcher) -> None:
     """Has the Batcher fail if a step takes other blocks than were drafted for it: starts, swaps and beams included."""
     kv, planner = batcher.ctx.kv, batcher.planner
-    draft, reserve, start_plan = kv.draft, kv.reserve, planner.start
+    draft, reserve, reserve_step, start_plan = kv.draft, kv.reserve, kv.reserve_step, planner.start
     drafted: list[tuple[StepDraft, tuple[int, ...]]] = []  # the last one, and what was free then
     planned: list[StepDraft] = []  # the planner's last one
     left: list[tuple[tuple[int, ...], bool]] = []  # what the next step leaves, and whether it has to be just that
@@ -332,9 +332,8 @@ def _watch_drafts(batcher: Batcher) -> None:
             left.append((tuple(map(sub, free, made.taken)), is_exact))
         return groups
 
-    def check(entries: Entries) -> Reservation:
+    def check(entries: Entries) -> None:
         made, free = drafted[0]
-        reservation = reserve(entries)
         if left:
             most, is_exact = left.pop()
             # Guessed tokens have a draft of their own. If they do not fit, the step is the planned one.
@@ -342,9 +341,18 @@ def _watch_drafts(batcher: Batcher) -> None:
                 most = tuple(map(sub, free, made.taken))
             now = kv.free_blocks
             assert now == most if is_exact else all(map(ge, now, most)), f"{most} were to be left free, {now} are"
+
+    def checked(entries: Entries) -> Reservation:
+        reservation = reserve(entries)
+        check(entries)
         return reservation
 
-    kv.draft, kv.reserve = remember, check  # type: ignore[method-assign]
+    def checked_step(run: RunReservation, tokens: Sequence[int]) -> RunReservation:
+        reserve_step(run, tokens)
+        check(run.steps)
+        return run
+
+    kv.draft, kv.reserve, kv.reserve_step = remember, checked, checked_step  # type: ignore[method-assign]
     planner.start = begin  # type: ignore[method-assign]
 
 

@@ -271,7 +271,8 @@ class KVCacheMachine(RuleBasedStateMachine):
                 ):
                     self.slots[group][slot] = self._content(group, whole, position) if succeed else _GARBAGE
         if succeed:
-            reservation.commit(None if kept is None else list(kept.values()))
+            reservation.evaluated = None if kept is None else list(kept.values())
+            reservation.commit()
             for seq_id, tokens in (chunks if kept is None else kept).items():
                 self.model[seq_id] += tokens
                 if kept is not None and len(tokens) < len(chunks[seq_id]):

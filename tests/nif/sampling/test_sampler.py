@@ -314,7 +314,7 @@ def test_sampling_changes_neither_states_nor_logits() -> None:
     first = sample(logits, [one, one], [0, 1])
     assert sample(logits, [one, one], [0, 1]) == first
     assert torch.equal(logits, before)
-    assert one.num_generated == 0
+    assert one._num_accepted == 0
 
 
 def test_a_fork_shares_the_past_and_nothing_of_the_future() -> None:
@@ -322,13 +322,13 @@ def test_a_fork_shares_the_past_and_nothing_of_the_future() -> None:
     one = state([3], frequency_penalty=0.75, seed=1)
     one.accept(0)
     twin = one.fork(seed=9)
-    assert (twin.params.seed, twin.num_generated) == (9, 1)
+    assert (twin.params.seed, twin._num_accepted) == (9, 1)
     twin.accept(0)  # the fork brought one of the two that make 0 lose
     assert tokens(sample(logits, [one, twin], [1, 2])) == [0, 1]
     twin.accept(1)
     twin.accept(2)
     assert tokens(sample(logits, [one, twin], [1, 4])) == [0, 0]
-    assert (one.num_generated, twin.num_generated) == (1, 4)
+    assert (one._num_accepted, twin._num_accepted) == (1, 4)
 
 
 def test_b29_log_probability_is_log_softmax_of_the_generation_logits_at_the_token() -> None:

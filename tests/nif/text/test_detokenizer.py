@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from genbatch.nif.models.model_source import resolve_model
-from genbatch.nif.text.detokenizer import _BYTES, Detokenizer
+from genbatch.nif.text.detokenizer import _BYTES, open_detokenizer
 
 TEXT = st.text(st.sampled_from("ab zé漢字語😀👩‍👧🏽🇫🇷́  .\n"))
 
@@ -48,7 +48,7 @@ def byte_fallback() -> Tokenizer:
 
 
 def stream(tokenizer: Tokenizer, token_ids: Sequence[int], prompt: Sequence[int] = ()) -> list[str]:
-    detokenizer = Detokenizer(tokenizer, prompt)
+    detokenizer = open_detokenizer(tokenizer, prompt)
     return [*(detokenizer.push(token_id) for token_id in token_ids), detokenizer.flush()]
 
 
@@ -114,7 +114,7 @@ def test_any_byte_fallback_output_streams_without_an_error_and_without_long_wait
     token_ids: list[int],
 ) -> None:
     silent = 0
-    detokenizer = Detokenizer(byte_fallback())
+    detokenizer = open_detokenizer(byte_fallback())
     for token_id in token_ids:
         has_text = byte_fallback().decode([token_id]) != ""
         silent = 0 if detokenizer.push(token_id) else silent + has_text
