@@ -669,3 +669,68 @@ def test_content_from_outside_never_reaches_another_sequence() -> None:
     kv.seq_rm(1)
     _write(kv, 1, range(5))  # its next user is an ordinary one
     assert kv.attach_prefix(5, range(5)) == 4
+
+
+# Runs
+
+
+@pytest.mark.parametrize("windows", [(None,), (5,), (None, 3)])
+@pytest.mark.parametrize("held", [0, 3, 4, 7])
+def test_a_run_of_steps_caches_evicts_and_takes_blocks_as_single_steps_do(
+    windows: tuple[int | None, ...], held: int
+) -> None:
+    """After each step: the blocks, those behind the window, and what a prompt with the same tokens finds cached."""
+    singly, in_a_run = (_cache(windows=windows, num_blocks=24) for _ in range(2))
+    for kv in (singly, in_a_run):
+        for seq_id in (0, 1):
+            kv.attach_prefix(seq_id, [*range(seq_id, seq_id + held + 1)])
+            if held:
+                _write(kv, seq_id, range(seq_id, seq_id + held))
+    run = in_a_run.reserve_run([0, 1])
+    for step in range(held, held + 14):
+        tokens = [step, step + 1]
+        singly.reserve([(seq_id, [token], step) for seq_id, token in enumerate(tokens)]).commit()
+        in_a_run.reserve_step(run, tokens).commit()
+        in_a_run.check_integrity()
+        for seq_id in (0, 1):
+            prompt = [*range(seq_id, seq_id + step + 2)]
+            known = [
+                (kv.attach_prefix(2, prompt), list(kv.block_table(0, 2)), kv.seq_rm(2)) for kv in (singly, in_a_run)
+            ]
+            assert known[0] == known[1]
+            held_blocks = [
+                [(num_evicted(kv, group, seq_id), list(kv.block_table(group, seq_id))) for group in range(len(windows))]
+                for kv in (singly, in_a_run)
+            ]
+            assert held_blocks[0] == held_blocks[1]
+
+
+def test_a_run_ends_at_the_most_positions_of_a_sequence_and_changes_nothing() -> None:
+    kv = _cache(max_per_sequence=6)
+    _write(kv, 0, range(4))
+    _write(kv, 1, range(3))
+    run = kv.reserve_run([0, 1])
+    for step in range(2):
+        kv.reserve_step(run, [step, step]).commit()
+    free = kv.free_blocks
+    for _ in range(2):
+        with pytest.raises(BatchError, match="max_per_sequence = 6"):
+            kv.reserve_step(run, [9, 9])
+    assert (kv.length(0), kv.length(1), kv.free_blocks) == (6, 5, free)
+    run.keep([1])  # the other may go on
+    kv.reserve_step(run, [9]).commit()
+    assert list(kv.tokens(1)) == [0, 1, 2, 0, 1, 9]
+
+
+def test_a_run_without_blocks_goes_on_when_there_are_some() -> None:
+    kv = _cache(num_blocks=2)
+    _write(kv, 0, range(3))
+    _write(kv, 1, range(2))
+    run = kv.reserve_run([0])
+    kv.reserve_step(run, [3]).commit()
+    with pytest.raises(OutOfBlocks):
+        kv.reserve_step(run, [4])
+    kv.seq_rm(1)
+    kv.reserve_step(run, [4]).commit()
+    assert list(kv.tokens(0)) == [0, 1, 2, 3, 4]
+    kv.check_integrity()

@@ -7,7 +7,8 @@ group has that digest at the end of each block only; its other slots hold a toke
 of the block before its own, and all of its own block.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -25,6 +26,7 @@ from hypothesis.stateful import (
 from genbatch.nif.errors import BatchError, OutOfBlocks
 from genbatch.nif.kv import block_pool
 from genbatch.nif.kv.kv_cache import KVCache
+from genbatch.nif.kv.reservation import Reservation, RunReservation
 from genbatch.nif.runner import LayerGroup
 from tests.nif.kv.reading import num_evicted
 
@@ -84,6 +86,22 @@ class KVCacheMachine(RuleBasedStateMachine):
     )
     def step_of_which_less_counts(self, chunks: dict[int, list[int]], kept: list[int]) -> None:
         self._step(chunks, succeed=True, kept={seq_id: tokens[: kept[seq_id]] for seq_id, tokens in chunks.items()})
+
+    @rule(chunks=st.dictionaries(_seq_ids, _chunks, min_size=1), frees=st.booleans(), succeeds=st.booleans())
+    def run(self, chunks: dict[int, list[int]], frees: bool, succeeds: bool) -> None:
+        """Decode token after token; a sequence leaves after its last one, and is removed beside the next step."""
+        reservation, left, num_steps = self.kv.reserve_run(list(chunks)), set[int](), max(map(len, chunks.values()))
+        for step in range(num_steps):
+            going = {seq_id: tokens[step : step + 1] for seq_id, tokens in chunks.items() if len(tokens) > step}
+            if step and len(going) < len(chunks) - len(left):
+                reservation.keep(list(going))
+            ended = {*chunks} - {*going} - left
+            left |= ended
+            reserve = partial(self.kv.reserve_step, reservation, [tokens[0] for tokens in going.values()])
+            if not self._step(
+                going, succeed=succeeds or step < num_steps - 1, reserve=reserve, freed=ended if frees else ()
+            ):
+                return
 
     @rule(seq_id=_seq_ids, prompt=st.sampled_from(_PROMPTS), key=st.sampled_from(_KEYS), length=st.integers(1, 20))
     def prefill_after_attaching(self, seq_id: int, prompt: list[int], key: bytes, length: int) -> None:
@@ -245,19 +263,31 @@ class KVCacheMachine(RuleBasedStateMachine):
 
     # Helpers
 
-    def _step(self, chunks: dict[int, list[int]], *, succeed: bool, kept: dict[int, list[int]] | None = None) -> None:
+    def _step(
+        self,
+        chunks: dict[int, list[int]],
+        *,
+        succeed: bool,
+        kept: dict[int, list[int]] | None = None,
+        reserve: Callable[[], Reservation | RunReservation] | None = None,
+        freed: Collection[int] = (),
+    ) -> bool:
+        """Returns whether the step had blocks; without `reserve` it is a single one."""
         entries = [(seq_id, tokens, len(self.model[seq_id])) for seq_id, tokens in chunks.items()]
         before = self._snapshot()
         draft, free = self.kv.draft(), self.kv.free_blocks
         fits = all(draft.grow([seq_id], n_past + len(tokens)) for seq_id, tokens, n_past in entries)
         try:
-            reservation = self.kv.reserve(entries)
+            reservation = self.kv.reserve(entries) if reserve is None else reserve()
         except OutOfBlocks:
             assert not fits
             assert self._snapshot() == before
-            return
+            return False
         assert fits
         assert draft.taken == tuple(one - other for one, other in zip(free, self.kv.free_blocks, strict=True))
+        assert [(seq_id, list(tokens), n_past) for seq_id, tokens, n_past in reservation.steps] == entries
+        for seq_id in freed:
+            self.finish(seq_id)
         self.kv.check_integrity()
         for group, pairs in enumerate(reservation.copies):
             for source, destination in pairs:
@@ -271,7 +301,8 @@ class KVCacheMachine(RuleBasedStateMachine):
                 ):
                     self.slots[group][slot] = self._content(group, whole, position) if succeed else _GARBAGE
         if succeed:
-            reservation.evaluated = None if kept is None else list(kept.values())
+            if isinstance(reservation, Reservation):
+                reservation.evaluated = None if kept is None else list(kept.values())
             reservation.commit()
             for seq_id, tokens in (chunks if kept is None else kept).items():
                 self.model[seq_id] += tokens
@@ -280,6 +311,7 @@ class KVCacheMachine(RuleBasedStateMachine):
                     assert all(len(self.kv.block_table(g, seq_id)) == blocks for g in range(len(self.windows)))
         else:
             reservation.rollback()
+        return True
 
     def _content(self, group: int, tokens: Sequence[int], position: int) -> int:
         """What a group has at a position, which depends on all tokens up to it, or on that token alone."""
