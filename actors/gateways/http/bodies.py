@@ -53,9 +53,9 @@ def decode_json(body: bytes) -> dict[str, Any]:
         InvalidRequest: JSON, but no object.
     """
     try:
-        value = json.loads(body.decode(), object_pairs_hook=_object, parse_constant=_refuse)
+        value = json.loads(body.decode("utf-8-sig"), object_pairs_hook=_object, parse_constant=_refuse)
     except UnicodeDecodeError:
-        raise MalformedMessage("the body is not UTF-8") from None
+        raise MalformedMessage("the body is not UTF-8; a compressed body is not read either") from None
     except RecursionError:
         raise MalformedMessage(f"the body is nested more than {MAX_NESTING} deep") from None
     except ValueError as error:  # JSONDecodeError is one; an integer of thousands of digits is another

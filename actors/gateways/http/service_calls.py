@@ -332,7 +332,8 @@ class Front:
             Forbidden: the host name is not allowed; it may be DNS rebinding.
         """
         name = _without_port(host)
-        if is_loopback(name) or name.lower() in self._hosts:
+        # A browser names a host in every request; a health check over HTTP/1.0, such as HAProxy's, names none.
+        if not host or is_loopback(name) or name.lower() in self._hosts:
             return
         # guard: names that lead to this machine
         if self._only_loopback:

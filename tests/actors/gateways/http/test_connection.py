@@ -196,6 +196,7 @@ CHUNK = b"e\r\n" + BODY + b"\r\n0\r\n"
         pytest.param(f"{GET}X: ".encode() + b"a" * 2**17, 431, id="huge header"),
         pytest.param(b"GET /" + b"a" * 2**17, 431, id="huge target"),
         pytest.param(b"GET /health HTTP/1.1\r\n\r\n", 400, id="no host"),
+        pytest.param(b"GET /health HTTP/1.0\r\n\r\n", 200, id="a probe over HTTP/1.0"),
         pytest.param(b"GET /health\r\n\r\n", 400, id="HTTP/0.9"),
         pytest.param(b"GET /h\xffalth HTTP/1.1\r\nHost: localhost\r\n\r\n", 400, id="target is not ASCII"),
         pytest.param(b"GET /%ff%00 HTTP/1.1\r\nHost: localhost\r\n" + CLOSE, 404, id="odd target"),

@@ -1,5 +1,6 @@
 """What reaches an endpoint, what is refused on the way, and how connections end."""
 
+import gzip
 import json
 import shutil
 import ssl
@@ -440,6 +441,15 @@ def test_other_machines_get_in_only_past_tokens_and_tls() -> None:
 
 
 @pytest.mark.trio
+async def test_a_byte_order_mark_is_read_and_a_compressed_body_is_refused_as_such() -> None:
+    body = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
+    async with served_http() as served:
+        assert (await served.client.post("/v1/completions", content=b"\xef\xbb\xbf" + body)).status_code == 200
+        refused = await served.client.post("/v1/completions", content=gzip.compress(body))
+        assert refused.status_code == 400 and "a compressed body" in refused.json()["error"]["message"]
+
+
+@pytest.mark.trio
 async def test_other_names_of_the_service_are_allowed_by_name() -> None:
     async with served_http(Security(allowed_hosts=("chat.example",))) as served:
         for host, status in (
@@ -453,7 +463,7 @@ async def test_other_names_of_the_service_are_allowed_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "path", "taken"), [("a:80", "/", True), ("b", "/", False), ("10.1.1.1", "/health", True)]
+    ("host", "path", "taken"), [("a:80", "/", True), ("b", "/", False), ("10.1.1.1", "/health", True), ("", "/", True)]
 )
 def test_on_a_network_only_allowed_names_are_taken_but_by_probes(host: str, path: str, taken: bool) -> None:
     front = Front(Starlette(), authenticate=None, only_loopback=False, hosts=["a"])
