@@ -13,12 +13,10 @@ import struct
 from base64 import b64decode
 from collections import deque
 from collections.abc import (
-    AsyncGenerator,
     AsyncIterator,
     Awaitable,
     Callable,
     Coroutine,
-    Generator,
     Iterator,
     Mapping,
     Sequence,
@@ -33,6 +31,7 @@ import msgspec
 import outcome
 import trio
 
+from genbatch.actors.runtime.sleeper import Sleeper
 from genbatch.proto.codec import to_generate_request
 from genbatch.proto.errors import GenbatchError, InvalidRequest
 from genbatch.proto.messages import (
@@ -616,24 +615,6 @@ class CallResult:
             self.changed()
 
 
-class Wake(outcome.Outcome[None]):
-    """What a waiting task gets when it is woken. One object serves all wakes; trio would make one for each."""
-
-    def unwrap(self) -> None:
-        """Return None."""
-
-    def send(self, gen: Generator[T, None, Any]) -> T:
-        """See `outcome.Outcome`."""
-        return gen.send(None)
-
-    async def asend(self, agen: AsyncGenerator[T, None]) -> T:
-        """See `outcome.Outcome`."""
-        return await agen.asend(None)
-
-
-WAKE = Wake()
-
-
 class TokenStream(CallResult):
     """A stream for one reading task; `push`, `finish` and `fail` are called on the event loop."""
 
@@ -641,7 +622,7 @@ class TokenStream(CallResult):
 
     def __init__(self) -> None:
         super().__init__()
-        self._reader: trio.lowlevel.Task | None = None
+        self._reader = Sleeper()
 
     def __aiter__(self) -> AsyncIterator[Token]:
         return self
@@ -650,9 +631,7 @@ class TokenStream(CallResult):
         if self.tokens or self.final is not None:
             await trio.lowlevel.checkpoint()
         while not self.tokens and self.final is None:
-            # Waiting is a checkpoint already; another one would double the cost. This is `_wait`, without its frame.
-            self._reader = trio.lowlevel.current_task()
-            await trio.lowlevel.wait_task_rescheduled(self._abort)
+            await self._reader  # this is a checkpoint already; another one would double the cost
         if self.tokens:
             return self.tokens.popleft()
         self.unwrap()
@@ -661,22 +640,12 @@ class TokenStream(CallResult):
     async def ended(self) -> Any:
         """Wait for the result, skip all tokens before it, and return or raise it."""
         while self.final is None:
-            await self._wait()
+            await self._reader
         return self.unwrap()
 
     def changed(self) -> None:
         """Wake the reader."""
-        if self._reader is not None:
-            trio.lowlevel.reschedule(self._reader, WAKE)
-            self._reader = None
-
-    async def _wait(self) -> None:
-        self._reader = trio.lowlevel.current_task()
-        await trio.lowlevel.wait_task_rescheduled(self._abort)
-
-    def _abort(self, _: object) -> trio.lowlevel.Abort:
-        self._reader = None
-        return trio.lowlevel.Abort.SUCCEEDED
+        self._reader.wake()
 
 
 async def generate_for(

@@ -213,7 +213,7 @@ class RemoteStream(TokenStream):
             await self._begin()
         while not self.tokens and (self.final is None or is_interrupted(self.final)):
             if self.final is None:
-                await self._wait()
+                await self._reader
             else:
                 await self._begin()
         token = await super().__anext__()
@@ -233,7 +233,7 @@ class RemoteStream(TokenStream):
                     self._num_read = 0
                     await self._reopen()
                 while not self.tokens and self.final is None:
-                    await self._wait()
+                    await self._reader
                 if not self.tokens:
                     self.unwrap()
         self._has_begun = True

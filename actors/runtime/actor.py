@@ -54,6 +54,7 @@ import outcome
 import trio
 
 from genbatch.actors.runtime.errors import ActorDown, ActorError, CallTimeout, MailboxFull
+from genbatch.actors.runtime.sleeper import Sleeper
 from genbatch.actors.runtime.telemetry import Telemetry
 
 if TYPE_CHECKING:
@@ -203,7 +204,7 @@ class Mailbox(Lifetime):
         self._normal: deque[object] = deque()
         self._control: deque[object] = deque()
         self._timers: list[Timer] = []  # by deadline
-        self._reader: trio.lowlevel.Task | None = None  # the actor, while it waits in `get`
+        self._reader = Sleeper()  # the actor, in `get`
 
     def __len__(self) -> int:
         return len(self._normal) + len(self._control)
@@ -225,7 +226,7 @@ class Mailbox(Lifetime):
         else:
             self.telemetry.execute("actor.mailbox_full", {"max_size": self.max_size}, {"name": self.name})
             raise MailboxFull(self.name, self.max_size)
-        self._wake()
+        self._reader.wake()
 
     def put_after(self, delay_s: float, message: object) -> Timer:
         """Put `message` on the control lane `delay_s` seconds from now."""
@@ -233,7 +234,7 @@ class Mailbox(Lifetime):
         timer = Timer(self, message, trio.current_time() + delay_s)
         if self.closed is None:
             insort(self._timers, timer, key=attrgetter("deadline"))
-            self._wake()
+            self._reader.wake()
         return timer
 
     async def get(self) -> object:
@@ -245,12 +246,11 @@ class Mailbox(Lifetime):
                 return self._control.popleft()
             if self._normal:
                 return self._normal.popleft()
-            self._reader = trio.lowlevel.current_task()
             if self._timers:
                 with trio.CancelScope(deadline=self._timers[0].deadline):
-                    await trio.lowlevel.wait_task_rescheduled(self._abort_get)
+                    await self._reader
             else:  # a cancel scope costs as much as all else here
-                await trio.lowlevel.wait_task_rescheduled(self._abort_get)
+                await self._reader
 
     def discard(self, envelope: object) -> None:
         """Remove a message; a missing message is no error."""
@@ -281,15 +281,6 @@ class Mailbox(Lifetime):
         now = trio.current_time()
         while self._timers and self._timers[0].deadline <= now:
             self._control.append(self._timers.pop(0))
-
-    def _wake(self) -> None:
-        if self._reader is not None:
-            trio.lowlevel.reschedule(self._reader)
-            self._reader = None
-
-    def _abort_get(self, _: object) -> trio.lowlevel.Abort:
-        self._reader = None
-        return trio.lowlevel.Abort.SUCCEEDED
 
 
 T = TypeVar("T")

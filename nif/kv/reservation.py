@@ -1,6 +1,7 @@
 """Reservations: take the blocks of one step, or of a run of decode steps. A draft of a step only counts them."""
 
-from collections import Counter
+from array import array
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
@@ -218,8 +219,8 @@ class RunReservation:
     def commit(self) -> None:
         """Add the tokens to the sequences, after the step has succeeded."""
         self._on_end()
-        for positions, token in zip(self._positions, self.tokens, strict=True):
-            positions.append(token)
+        assert len(self.tokens) == len(self._positions)
+        deque(map(array.append, self._positions, self.tokens), maxlen=0)
         self._num_steps += 1
         if self._due:
             self.growth.keep()
