@@ -17,7 +17,9 @@ GPU_ONLY = ("fp8",)
 OWN_DRAFT = "self"
 """The value of the option `draft` for the multi-token head in the model's own files."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
+KV_DTYPES = ("auto", "float32", "bfloat16", "int8", "float8")
+FLOAT8 = "float8"
+"""The format of keys and values that only a GPU has."""
 POOLING = ("", "last", "mean", "cls", "rank")
 
 
@@ -131,9 +133,10 @@ class EngineOptions:
             then also computes with 8-bit activations and 8-bit KV. "auto" is "int8" on the native runner with dtype
             "auto", and "none" elsewhere. On a GPU "int8", "fp8" and "int4" pack only the weights, and need a model of
             the Llama family.
-        kv_cache_dtype: the numbers of cached keys and values: "float32", "bfloat16" or "int8". "auto" is 8 bits with
-            quantize "int8" and "int4", else the dtype. Needs the native runner. "int8" beside exact weights fits 3.7
-            times as many positions into the same memory as "float32".
+        kv_cache_dtype: the numbers of cached keys and values: "float32", "bfloat16" or "int8" on the native runner,
+            "float8" (E4M3, without scales) on a GPU. "auto" is 8 bits on the native runner with quantize "int8" and
+            "int4", else the dtype. "int8" beside exact weights fits 3.7 times as many positions into the same memory
+            as "float32", and "float8" twice as many as "bfloat16".
         pooling: how hidden states become an embedding: "last", "mean" or "cls"; "rank" scores documents by the
             probability of the answer "yes", as Qwen3-Reranker does. The default follows the model's files; most files
             name no pooling.

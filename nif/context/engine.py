@@ -13,7 +13,7 @@ from genbatch.nif.context.context import Context
 from genbatch.nif.context.draft_model import MAX_CATCH_UP, NUM_SLOTS, DraftModel
 from genbatch.nif.context.drafters import DRAFTED_SEQUENCES
 from genbatch.nif.cuda_device import choose_device, has_gpu
-from genbatch.nif.engine_options import GPU_ONLY, OWN_DRAFT, EngineOptions, check_dtype
+from genbatch.nif.engine_options import FLOAT8, GPU_ONLY, OWN_DRAFT, EngineOptions, check_dtype
 from genbatch.nif.errors import AdapterError, ModelError, OptionError
 from genbatch.nif.host import available_cores, free_host_memory
 from genbatch.nif.kv.cache_size import CacheLimits, CacheSize, FreeMemory, StepShape, cache_size, gpu_memory
@@ -459,6 +459,8 @@ def choose_runner(model: Model, options: EngineOptions) -> Callable[[int, int], 
         return lambda *_: _torch_runner(model, options)
     if options.quantize in GPU_ONLY:
         raise OptionError("quantize", f"{options.quantize} is for the triton runner on a GPU; a CPU has int8 and int4")
+    if options.kv_cache_dtype == FLOAT8:
+        raise OptionError("kv_cache_dtype", f"{FLOAT8} is for the triton runner on a GPU; a CPU has int8")
     try:
         cache_bytes = int(options.weights_cache * 2**30)
         weights = ModelWeights(model, _quantize(options), cache_bytes=cache_bytes, mtp=options.draft == OWN_DRAFT)
@@ -505,7 +507,8 @@ def _pooling_runner(model: Model, options: EngineOptions) -> Callable[[int, int]
 
 
 def _triton(model: Model, options: EngineOptions) -> Callable[[int, int], Runner]:
-    _refuse_kv_dtype(options, "a GPU keeps keys and values in the model's dtype")
+    if options.kv_cache_dtype != FLOAT8:
+        _refuse_kv_dtype(options, f"a GPU keeps keys and values in the model's dtype or in {FLOAT8}")
     if model.device.type != "cuda":
         raise OptionError("runner", f"triton needs a CUDA device, and {model.name} is on {model.device}")
     try:
@@ -534,6 +537,7 @@ def _triton(model: Model, options: EngineOptions) -> Callable[[int, int], Runner
         longest=longest,
         batch_invariant=options.batch_invariant,
         quantize=quantize,
+        kv_dtype=FLOAT8 if options.kv_cache_dtype == FLOAT8 else None,
     )
 
 

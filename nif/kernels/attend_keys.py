@@ -45,9 +45,10 @@ def tile_shape(
     in_order: bool = False,
     shared_memory: int = LARGE_SHARED_MEMORY,
 ) -> Tile:
-    """The tile for `group` query heads a KV head, whose elements take `element_size` bytes.
+    """The tile for `group` query heads a KV head.
 
     Args:
+        element_size: bytes of a cached number; 4 if the queries are float32.
         decode: of one token a sequence; else of chunks.
         in_order: chunks round as decodes do: the decodes' tile, with fewer stages, as chunks keep more beside it in
             registers. Stages change no sum.
@@ -60,7 +61,9 @@ def tile_shape(
     wide = head_size > 128  # such tiles must stay small to fit shared memory
     if decode or in_order:
         # Triton 3.6 spills registers with more keys for wide heads, and for heads that a mask cuts from a tile of 128.
-        keys = 16 if wide else 32 if 64 < head_size < 128 else 64
+        # Numbers of FP8 take registers to become wider ones.
+        is_tight = 64 < head_size < 128 or (element_size == 1 and head_size > 64)
+        keys = 16 if wide else 32 if is_tight else 64
         # The block ids, which addresses wait for, take stages too. With 5, keys and values have two buffers each, and
         # with 4 one. On an H100 both were as fast: registers allow three programs either way.
         stages = (4 if keys == 64 else 5) if decode else 3 if keys == 64 else 2
@@ -207,6 +210,14 @@ def attend_keys(
 
 
 @triton.jit
+def _as(numbers, kind: tl.constexpr):
+    """Cached numbers in the query's type; they have it already unless the cache is in FP8."""
+    if numbers.dtype.is_fp8():
+        numbers = numbers.to(tl.float32).to(kind)  # Triton 3.6 has no way from fp8 to bfloat16 on 8.9
+    return numbers
+
+
+@triton.jit
 def _attend_tile(
     output,
     maximum,
@@ -245,7 +256,7 @@ def _attend_tile(
         # `block_stride` is a whole number of heads, so rows begin at multiples of 16 elements and loads are wide.
         offsets = tl.multiple_of(offsets, 16)
     key = tl.load(key_ptr + offsets[None, :] + dims[:, None], mask=readable[None, :] & in_head[:, None], other=0.0)
-    scores = tl.dot(query, key, input_precision="ieee") * scale
+    scores = tl.dot(query, _as(key, query.dtype), input_precision="ieee") * scale
     if HAS_SOFTCAP:
         # tanh(x) = 1 - 2 / (exp(2x) + 1), which neither overflows nor needs a device library.
         scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E) / softcap) + 1.0))
@@ -265,7 +276,7 @@ def _attend_tile(
     value = tl.load(value_ptr + offsets[:, None] + dims[None, :], mask=readable[:, None] & in_head[None, :], other=0.0)
     total = total * correction + tl.sum(weights, 1)
     output = output * correction[:, None]
-    output += tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+    output += tl.dot(weights.to(query.dtype), _as(value, query.dtype), input_precision="ieee")
     return output, new_maximum, total
 
 

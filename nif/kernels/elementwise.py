@@ -12,6 +12,25 @@ import triton.language as tl
 
 
 @triton.jit
+def store_in_cache(cells, numbers, mask):
+    """Store keys or values in the cache's type. FP8 (E4M3) saturates at 448; NaN stays NaN."""
+    kind: tl.constexpr = cells.dtype.scalar.element_ty
+    if kind.is_fp8():
+        # By integers: Triton's interpreter rounds to FP8 otherwise than a GPU does.
+        wide = numbers.to(tl.float32)
+        size = tl.minimum(tl.abs(wide), 448.0)
+        bits = size.to(tl.int32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+        # A sum with 2**14 is rounded to multiples of 2**-9, the smallest number's size.
+        small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+        code = tl.where(size < 0.015625, small, normal)
+        code = tl.where(wide == wide, code | ((wide.to(tl.int32, bitcast=True) >> 24) & 0x80), 0x7F)
+        tl.store(cells, code.to(tl.uint8).to(kind, bitcast=True), mask=mask)
+    else:
+        tl.store(cells, numbers.to(kind), mask=mask)
+
+
+@triton.jit
 def _add_rms_norm_kernel(
     out_ptr,
     residual_ptr,  # read and written
@@ -148,11 +167,11 @@ def _rope_cache_kernel(
     cells = cell + heads[:, None] * BLOCK_SIZE * HEAD + dims[None, :]
     keys = qkv_ptr + QUERY_HEADS * HEAD
     first, second = _load_rotated(keys, key_norm_ptr, heads, dims, mask, cos, sin, eps, HEAD, HAS_NORM)
-    tl.store(key_ptr + cells, first.to(key_ptr.dtype.element_ty), mask=mask)
-    tl.store(key_ptr + cells + HALF, second.to(key_ptr.dtype.element_ty), mask=mask)
+    store_in_cache(key_ptr + cells, first, mask)
+    store_in_cache(key_ptr + cells + HALF, second, mask)
     values = keys + KV_HEADS * HEAD + heads[:, None] * HEAD + dims[None, :]
-    tl.store(value_ptr + cells, tl.load(values, mask=mask), mask=mask)
-    tl.store(value_ptr + cells + HALF, tl.load(values + HALF, mask=mask), mask=mask)
+    store_in_cache(value_ptr + cells, tl.load(values, mask=mask), mask)
+    store_in_cache(value_ptr + cells + HALF, tl.load(values + HALF, mask=mask), mask)
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -185,8 +204,8 @@ def _write_kv_kernel(
     key = tl.load(key_ptr + token * key_token_stride + heads * key_head_stride + dims, mask=mask)
     value = tl.load(value_ptr + token * value_token_stride + heads * value_head_stride + dims, mask=mask)
     cells = (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * HEAD + heads * BLOCK_SIZE * HEAD + dims
-    tl.store(key_cache_ptr + cells, key.to(key_cache_ptr.dtype.element_ty), mask=mask)
-    tl.store(value_cache_ptr + cells, value.to(value_cache_ptr.dtype.element_ty), mask=mask)
+    store_in_cache(key_cache_ptr + cells, key, mask)
+    store_in_cache(value_cache_ptr + cells, value, mask)
 
 
 def rope_and_write(

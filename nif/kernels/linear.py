@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from genbatch.nif.kernels.attend_keys import LARGE_SHARED_MEMORY
-from genbatch.nif.kernels.elementwise import rope_and_write
+from genbatch.nif.kernels.elementwise import rope_and_write, store_in_cache
 from genbatch.nif.kernels.packed_weight import (
     GROUP,
     NIBBLE_OFFSETS,
@@ -270,8 +270,8 @@ def _store_in_cache(
     offsets = (slots // BLOCK_SIZE) * block_stride + (slots % BLOCK_SIZE) * HEAD + head * BLOCK_SIZE * HEAD
     mask = inside[:, None] & used[None, :]
     cells = cache_ptr + offsets[:, None] + lanes[None, :]
-    tl.store(cells, first.to(cache_ptr.dtype.element_ty), mask=mask)
-    tl.store(cells + HEAD // 2, second.to(cache_ptr.dtype.element_ty), mask=mask)
+    store_in_cache(cells, first, mask)
+    store_in_cache(cells + HEAD // 2, second, mask)
 
 
 @triton.jit(do_not_specialize=["num_rows", "vocab_size"])

@@ -467,7 +467,7 @@ def paged_attention(
 
     Args:
         query: [T, num_heads, head_size], the entries end to end; the last dimension contiguous.
-        key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_size].
+        key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_size], in the query's type or in FP8.
         block_table: [B, max_blocks] int32, contiguous.
         query_starts: [B + 1] int32, prefix sums of the query lengths.
         kv_lens: [B] int32, positions held, the queries' own included; 0 marks a padding row, which yields zeros.
@@ -486,6 +486,7 @@ def paged_attention(
     group = num_heads // num_kv_heads
     setting, device = plan.setting, query.device
     out = torch.empty(query.shape, dtype=query.dtype, device=device)
+    size = query.element_size() if query.element_size() > 2 else key_cache.element_size()
 
     def shape(tile: Tile) -> dict[str, object]:
         return {
@@ -515,7 +516,6 @@ def paged_attention(
         window or 0,
     )
     if max_query_len > 1:
-        size = query.element_size()
         tile = tile_shape(
             group, head_size, size, decode=False, in_order=setting.in_order, shared_memory=setting.shared_memory
         )
@@ -539,8 +539,8 @@ def paged_attention(
     partial_shape = (most_shares if joins else 1, num_heads)
     partial = torch.empty((*partial_shape, head_size), dtype=torch.float32, device=device)
     stats = torch.empty((*partial_shape, 2), dtype=torch.float32, device=device)
-    tile = tile_shape(group, head_size, query.element_size(), decode=True)
-    resident = programs_per_processor(tile, head_size, query.element_size(), setting.shared_memory)
+    tile = tile_shape(group, head_size, size, decode=True)
+    resident = programs_per_processor(tile, head_size, size, setting.shared_memory)
     num_programs = min(most_shares * num_kv_heads, _WAVES * resident * setting.num_processors)
     _decode_attention_kernel[(num_programs,)](
         out,

@@ -51,6 +51,7 @@ class TritonRunner:
         longest: most positions of one sequence; None takes the model's own limit.
         batch_invariant: whether a row's logits must be equal, bit for bit, in every batch.
         quantize: the weights' packed format on the device, one of `packed_weight.KINDS`.
+        kv_dtype: "float8" keeps keys and values in FP8 (E4M3); None keeps them in the model's dtype.
 
     Raises:
         ModelError: the kernels cannot serve the model.
@@ -66,6 +67,7 @@ class TritonRunner:
         longest: int | None = None,
         batch_invariant: bool = False,
         quantize: str = "none",
+        kv_dtype: str | None = None,
     ) -> None:
         check_model(model)
         unfit = why_not_lean(model)
@@ -82,17 +84,18 @@ class TritonRunner:
             raise OptionError("batch_invariant", f"only the lean tier's rows are independent: {reason}")
         if quantize != "none" and not lean:
             raise OptionError("quantize", f"only the lean tier reads packed weights: {reason}")
-        if (
-            quantize == "fp8"
-            and model.device.type == "cuda"
-            and torch.cuda.get_device_capability(str(model.device)) < (8, 9)
-        ):
-            raise OptionError("quantize", "fp8 needs a GPU of compute capability 8.9 or newer")
+        for option, value in (("quantize", quantize), ("kv_cache_dtype", kv_dtype)):
+            is_old = model.device.type == "cuda" and torch.cuda.get_device_capability(str(model.device)) < (8, 9)
+            if value in ("fp8", "float8") and is_old:
+                raise OptionError(option, f"{value} needs a GPU of compute capability 8.9 or newer")
         self.quantize = quantize
         self.name = "triton, lean loop" if lean else "triton, general"
         if quantize != "none":
             self.name += f", {quantize} weights"
-        self._device, self._dtype = model.torch_device, model.torch_dtype
+        if kv_dtype is not None:
+            self.name += f", {kv_dtype} cache"
+        self._device = model.torch_device
+        self._dtype, self._kv_dtype = model.torch_dtype, torch.float8_e4m3fn if kv_dtype else model.torch_dtype
         self.vocab_size = model.vocab_size
         self.groups = model.groups
         self._model = model
@@ -122,7 +125,7 @@ class TritonRunner:
         """Return the bytes of KV in one block of `group`, over all the group's layers."""
         shapes = [self._model.layers[layer] for layer in self.groups[group].layers]
         elements = sum(shape.num_kv_heads * (shape.key_dim + shape.value_dim) for shape in shapes)
-        return elements * block_size * self._dtype.itemsize
+        return elements * block_size * self._kv_dtype.itemsize
 
     def own_bytes(self, num_sequences: int, block_size: int) -> int:
         """Return the device bytes that this runner needs beside the pool and a step's activations.
@@ -160,9 +163,11 @@ class TritonRunner:
         assert self._limits is None, "allocate is called once"
         pools: dict[int, LayerPool] = {}
         for index, (group, count) in enumerate(zip(self.groups, num_blocks, strict=True)):
-            elements = self.bytes_per_block(index, block_size) // self._dtype.itemsize
-            storage = torch.zeros((count, elements), dtype=self._dtype, device=self._device)
-            self._storages.append(storage)
+            elements = self.bytes_per_block(index, block_size) // self._kv_dtype.itemsize
+            # torch copies no blocks of FP8.
+            kind = torch.uint8 if self._kv_dtype.itemsize == 1 else self._kv_dtype
+            self._storages.append(torch.zeros((count, elements), dtype=kind, device=self._device))
+            storage = self._storages[-1].view(self._kv_dtype)
             begin = 0
             for layer in group.layers:
                 shape = self._model.layers[layer]
@@ -411,7 +416,7 @@ class TritonStep:
         query, key, value = (_unit_stride(part) for part in (call.query, call.key, call.value))
         write_kv(key, value, pool.keys, pool.values, batch.slots[group])
         out = paged_attention(
-            query.to(pool.keys.dtype),
+            query if pool.keys.dtype.itemsize == 1 else query.to(pool.keys.dtype),
             pool.keys,
             pool.values,
             batch.block_tables[group],

@@ -247,8 +247,10 @@ def groups_of(part: str, results: Path, *, dry_run: bool) -> list[Group]:
             tested("adapters' graphs, rows that leave, prompts that open runs", "tests/nif/test_gpu.py",
                    "-k", "with_adapters or that_leave or changes_no_text"),
             tested("input tokens", "tests/nif/kernels/test_kernel_elementwise.py", "-k", "next_tokens or go_on"),
+            tested("a cache in FP8", "tests/nif/test_gpu.py", "tests/nif/kernels", "-k", "fp8"),
             measured("decode-8b", only=[f"decode {kind}B={count}" for kind, count in
-                                        (("int4 ", rows), ("int8 ", rows), ("", most))]),
+                                        (("int4 ", rows), ("int8 ", rows), ("float8 cache ", rows),
+                                         ("float8 cache ", most), ("", most))]),
             measured("decode-0.6b", only=["W1"]),
             measured("decode-0.6b-peers", only=attention("qwen3-0.6b")),
             measured("decode-8b-peers", only=attention("llama-3.1-8b")),

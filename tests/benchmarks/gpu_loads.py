@@ -77,7 +77,7 @@ def mixed_load(plan: Plan, vocab_size: int) -> list[Request]:
 
 
 def open_context(
-    model: Model, plan: Plan, num_sequences: int, positions: int, q_interval: int, quantize: str = "none"
+    model: Model, plan: Plan, num_sequences: int, positions: int, q_interval: int, **formats: str
 ) -> Context:
     """A context whose sequences can each hold so many positions; its graphs are captured before anything is timed."""
     graphs = None
@@ -89,7 +89,7 @@ def open_context(
         )
     return Context(
         model,
-        TritonRunner(model, graphs=graphs, longest=positions + plan.block_size, quantize=quantize),
+        TritonRunner(model, graphs=graphs, longest=positions + plan.block_size, **formats),
         n_ctx=num_sequences * (positions + plan.block_size),
         n_parallel=num_sequences,
         block_size=plan.block_size,
@@ -98,9 +98,9 @@ def open_context(
     )
 
 
-def begin_decodes(model: Model, plan: Plan, batch_size: int, quantize: str = "none") -> Context:
-    """A context of so many sequences whose prompts are evaluated."""
-    context = open_context(model, plan, batch_size, plan.context + plan.steps + 1, batch_size, quantize)
+def begin_decodes(model: Model, plan: Plan, batch_size: int, **formats: str) -> Context:
+    """A context of so many sequences whose prompts are evaluated; the formats are arguments of the runner."""
+    context = open_context(model, plan, batch_size, plan.context + plan.steps + 1, batch_size, **formats)
     draw = random.Random(batch_size)
     for seq_id in range(batch_size):
         context.prefill([draw.randrange(model.vocab_size) for _ in range(start_length(plan))], seq_id, 0)

@@ -108,6 +108,11 @@ def test_only_the_native_runner_has_keys_and_values_in_other_numbers(options: di
         load_engine(EngineOptions(model_path="smollm2", n_gpu_layers=0, kv_cache_dtype="int8", **options))
 
 
+def test_a_cache_in_fp8_is_refused_on_a_cpu() -> None:
+    with pytest.raises(OptionError, match="kv_cache_dtype: float8 is for the triton runner on a GPU; a CPU has int8"):
+        load_engine(EngineOptions(model_path="smollm2", n_gpu_layers=0, kv_cache_dtype="float8"))
+
+
 def test_quantize_auto_is_none_where_the_kernels_do_not_run(tiny_model: TinyModel, smollm2: Model) -> None:
     assert context(tiny_model("gemma3")).runner.quantize == "none"
     assert context(smollm2, runner="torch").runner.quantize == "none"

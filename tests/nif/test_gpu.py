@@ -74,6 +74,22 @@ def test_h14_replay_equals_eager(gpu_model: Any, family: str) -> None:
         torch.testing.assert_close(graphed.forward(batch), eager.forward(batch), rtol=1e-5, atol=1e-5)
 
 
+def test_a_cache_in_fp8_holds_rounded_numbers_and_is_replayed_as_it_runs_eagerly(gpu_model: Any) -> None:
+    from genbatch.nif.engine_options import GraphOptions
+
+    model = gpu_model("llama")
+    plain, eager = runner_for(model), runner_for(model, kv_dtype="float8")
+    graphed = runner_for(model, kv_dtype="float8", graphs=GraphOptions(max_batch_size=16))
+    for length in range(1, 12):
+        batch = decode_batch(len(model.groups), 9, length)
+        want, got = plain.forward(batch), eager.forward(batch)
+        torch.testing.assert_close(graphed.forward(batch), got, rtol=1e-5, atol=1e-5)
+        assert float((got - want).norm() / want.norm()) < 0.1
+    # The first layer's keys and values do not depend on the cache.
+    for read, exact in zip(*((each._pools[0].keys, each._pools[0].values) for each in (eager, plain)), strict=True):
+        torch.testing.assert_close(read.float(), exact.float(), rtol=1 / 16, atol=2**-9)
+
+
 def adapter_of(model: Any, handle: int, name: str) -> Any:
     """A random adapter of one module of each layer."""
     from genbatch.nif.runner import LoraAdapter, LoraLinear

@@ -78,10 +78,11 @@ def attention(
     sinks: bool = False,
     window: int | None = None,
     softcap: float | None = None,
+    cached: torch.dtype | None = None,
 ) -> None:
-    """Decodes, or chunks of `query_len` tokens beside them."""
+    """Decodes, or chunks of `query_len` tokens beside them; `cached` is the cache's type if it is another one."""
     # Layers lie side by side in a block, so the stride of a block is not what it takes.
-    pool = meta(64, 28, 2, kv_heads, BLOCK_SIZE, head_size, dtype=dtype)
+    pool = meta(64, 28, 2, kv_heads, BLOCK_SIZE, head_size, dtype=cached or dtype)
     cache = pool[:, 0, 0]
     starts, lengths = ints(rows + 1), ints(rows)
     setting = AttentionSetting(132, multiprocessor_memory(target.get()), in_order=in_order)
@@ -111,6 +112,7 @@ def layer(
     fixed: bool = False,
     head_size: int = 128,
     normed: bool = True,
+    cached: torch.dtype = torch.bfloat16,
 ) -> None:
     """The products of one layer of a decode step, and the head's."""
     heads, kv_heads = 16, 8
@@ -124,7 +126,7 @@ def layer(
     )
     products = TileLinear(tiles)
     positions = ints(rows, dtype=torch.int64)
-    cache = meta(64, kv_heads, BLOCK_SIZE, head_size)
+    cache = meta(64, kv_heads, BLOCK_SIZE, head_size, dtype=cached)
     tables = meta(LONGEST, head_size // 2, dtype=torch.float32)
     head_norm = meta(head_size) if normed else None
     shape = HeadShape(heads, kv_heads, head_size, head_norm, head_norm)
@@ -148,10 +150,10 @@ def unpacking(dtype: torch.dtype = torch.bfloat16) -> None:
         unpacked(pack(meta(6144, 4096), None, kind), dtype)
 
 
-def prefill_parts(dtype: torch.dtype = torch.bfloat16) -> None:
+def prefill_parts(dtype: torch.dtype = torch.bfloat16, cached: torch.dtype = torch.bfloat16) -> None:
     """What stands between the library's products in a step of many rows."""
     slots, tables = ints(4, dtype=torch.int64), (meta(64, 64, dtype=torch.float32),) * 2
-    cache = meta(4, 8, BLOCK_SIZE, 128, dtype=dtype)
+    cache = meta(4, 8, BLOCK_SIZE, 128, dtype=cached)
     rope_and_write(meta(4, 48 * 128, dtype=dtype), cache, cache, slots, slots, *tables, num_heads=32)
     norms = {"query_norm": meta(128, dtype=dtype), "key_norm": meta(128, dtype=dtype)}
     rope_and_write(meta(4, 32 * 128, dtype=dtype), cache, cache, slots, slots, *tables, num_heads=16, **norms)
@@ -227,7 +229,20 @@ ALL: tuple[Callable[[], None], ...] = (
 )
 
 
-FROM_89: tuple[Callable[[], None], ...] = (lambda: layer(1, "fp8"),)
+FP8 = torch.float8_e4m3fn
+FROM_89: tuple[Callable[[], None], ...] = (
+    lambda: layer(1, "fp8"),
+    lambda: layer(1, cached=FP8),
+    lambda: attention(32, 8, 128, cached=FP8),
+    lambda: attention(16, 8, 128, cached=FP8),
+    lambda: attention(9, 3, 64, cached=FP8),
+    lambda: attention(8, 4, 256, window=4096, softcap=50.0, cached=FP8),
+    lambda: attention(32, 8, 128, query_len=64, cached=FP8),
+    lambda: attention(32, 8, 128, query_len=64, in_order=True, cached=FP8),
+    lambda: attention(64, 8, 64, query_len=64, cached=FP8),
+    lambda: attention(8, 4, 256, query_len=64, cached=FP8),
+    lambda: prefill_parts(cached=FP8),
+)
 """What older GPUs have no type for."""
 
 
@@ -239,10 +254,11 @@ def faults_of(kernel: Compiled, capability: int) -> list[str]:
     if kernel.shared > SHARED_MEMORY[capability] * 1024:
         found.append(f"wants {kernel.shared} bytes of shared memory, of {SHARED_MEMORY[capability]} KiB")
     is_narrow = "'query_ptr': '*fp32'" in kernel.variant  # whose dot products are no matrix instructions
+    size = 1 if "'key_ptr': '*fp8e4nv'" in kernel.variant else 2
     if kernel.name in ATTENTION and not is_narrow:
         keys, head, warps = (int(_constant(kernel.variant, name)) for name in ("KEYS", "HEAD_PAD", "num_warps"))
         # Keys and values of one tile before the loop, and of another one in it.
-        least = 4 * max(1, 2 * keys * head // (16 * 32 * warps))
+        least = 4 * max(1, size * keys * head // (16 * 32 * warps))
         if kernel.copies < least:
             found.append(f"copies {kernel.copies} times ahead of use, not {least}: its loop is not pipelined")
     if kernel.name == "_decode_attention_kernel" and not is_narrow:
@@ -250,7 +266,7 @@ def faults_of(kernel: Compiled, capability: int) -> list[str]:
         stages = int(_constant(kernel.variant, "num_stages"))
         tile = Tile(0, int(_constant(kernel.variant, "KEYS")), warps, stages)
         room = multiprocessor_memory(capability)
-        assumed = programs_per_processor(tile, head, 2, room)
+        assumed = programs_per_processor(tile, head, size, room)
         real = min(room // (kernel.shared + 1024), 65_536 // (32 * warps * kernel.registers))
         if real < assumed:
             found.append(f"{real} programs run at a time on a multiprocessor, and {assumed} are launched")

@@ -41,7 +41,7 @@ _OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
 
 _WIDE_LOAD = re.compile(r"cp\.async\.c[ag]\.shared\.global[^;]*,\s*0x10|ld\.global\S*\.v4\.b32|ld\.global\S*\.v2\.b64")
-_ASYNC_COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global[^;]*,\s*0x10")
+_ASYNC_COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global[^;]*,\s*0x(10|8)\b")
 _MATRIX_PRODUCTS = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma": "mma.sync"}
 
 
@@ -55,7 +55,7 @@ class Compiled:
     registers: int  # a thread
     spilled: int  # bytes of them
     loads_wide: bool  # whether any load takes 16 bytes
-    copies: int  # asynchronous ones in the code, each of 16 bytes of every thread
+    copies: int  # asynchronous ones in the code, in units of 16 bytes of every thread; those of 4 bytes are block ids
     products: str  # which instruction multiplies matrices, "" where none does
 
 
@@ -124,7 +124,7 @@ def record(capability: int, *, compiles: bool = True) -> Iterator[list[Compiled]
         ptx = binary.asm["ptx"]
         products = next((name for name, text in _MATRIX_PRODUCTS.items() if text in ptx), "")
         wide = _WIDE_LOAD.search(ptx) is not None
-        copies = len(_ASYNC_COPY.findall(ptx))
+        copies = sum(int(size, 16) for size in _ASYNC_COPY.findall(ptx)) // 16
         shared = binary.metadata.shared
         compiled.append(Compiled(self.__name__, key, shared, registers, spilled, wide, copies, products))
 

@@ -118,6 +118,15 @@ def test_decodes_in_shares_equal_the_twin(device, kv_lens, heads, scores, with_s
     check(case, share=SHARED, in_order=in_order, sinks=sinks, **scores)
 
 
+@settings(max_examples=6, deadline=None, phases=PHASES)
+@given(st.lists(st.one_of(chunks(), st.just((1, 70))), min_size=1, max_size=3), heads, scores, st.booleans())
+def test_a_cache_in_fp8_equals_the_twin_over_the_same_numbers(device, lengths, heads, scores, in_order):
+    case = make_case(lengths, device=device, **heads)
+    caches = (case.key_cache.to(torch.float8_e4m3fn), case.value_cache.to(torch.float8_e4m3fn))
+    case = dataclasses.replace(case, key_cache=caches[0], value_cache=caches[1])
+    check(case, share=SHARED, in_order=in_order, **scores)
+
+
 def test_one_long_sequence_among_short_ones_in_a_mixed_step_equals_the_twin(device):
     case = make_case(
         [(1, 700), (9, 30), (1, 2), (1, 0), (1, 33)],

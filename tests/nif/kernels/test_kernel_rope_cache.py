@@ -82,3 +82,41 @@ def test_a_slot_past_the_pool_is_not_written(device):
         torch.tensor([6], device=device),
     )
     assert store.eq(0).all()
+
+
+def test_a_cache_in_fp8_gets_every_number_rounded_as_torch_rounds_it(device):
+    """Numbers of every size, those in the middle of two codes and their neighbours, infinities and NaN."""
+    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    halves = (codes[1:] + codes[:-1]) / 2
+    near = [halves, torch.nextafter(halves, torch.zeros(1)), torch.nextafter(halves, torch.full((1,), 500.0))]
+    generator = torch.Generator().manual_seed(1)
+    drawn = torch.randn(5000, generator=generator) * torch.rand(5000, generator=generator).mul(26).sub(16).exp2()
+    numbers = torch.cat((codes, *near, drawn, torch.tensor([447.9, 448.1, 464.0, 465.0, float("inf"), float("nan")])))
+    numbers = torch.cat((numbers, -numbers))
+    numbers = torch.nn.functional.pad(numbers, (0, -len(numbers) % 64)).reshape(-1, 2, 32).to(device)
+    shape = (-(-len(numbers) // 16), 2, 16, 32)
+    keys, values = (torch.zeros(shape, device=device).to(torch.float8_e4m3fn) for _ in range(2))
+    write_kv(numbers, 2 * numbers, keys, values, torch.arange(len(numbers), device=device))
+    for cache, written in ((keys, numbers), (values, 2 * numbers)):
+        rounded = written.clamp(-448, 448).to(torch.float8_e4m3fn).float()
+        read = cache.float().transpose(1, 2).reshape(-1, 2, 32)[: len(numbers)]
+        torch.testing.assert_close(read, rounded, rtol=0, atol=0, equal_nan=True)
+        is_zero = rounded == 0
+        assert torch.equal(torch.signbit(read[is_zero]), torch.signbit(rounded[is_zero]))
+
+
+def test_keys_that_are_rotated_on_the_way_into_a_cache_in_fp8_equal_those_of_their_twin_rounded(device):
+    shape = {"kv_heads": 2, "head_size": 16, "block_size": 4, "dtype": torch.float32, "num_tokens": 5}
+    generator = torch.Generator().manual_seed(2)
+    qkv = torch.randn((5, (4 + 2 * 2) * 16), generator=generator).to(device)
+    angles = torch.randn((40, 8), generator=generator).to(device)
+    where, positions = slots(shape, generator, device), torch.arange(5, device=device)
+    expected = caches(shape, device)
+    actual = [cache.to(torch.float8_e4m3fn) for cache in expected]
+    arguments = (where, positions, angles.cos(), angles.sin())
+    query = rope_and_write(qkv, *actual, *arguments, num_heads=4)
+    twin = reference.rope_and_write(qkv, *expected, *arguments, num_heads=4)
+    torch.testing.assert_close(query, twin, rtol=1e-5, atol=1e-5)
+    for left, right in zip(actual, expected, strict=True):
+        assert (left.float() == right.to(torch.float8_e4m3fn).float()).float().mean() > 0.99  # the rest are near halves
+        torch.testing.assert_close(left.float(), right, rtol=1 / 16, atol=2**-9)

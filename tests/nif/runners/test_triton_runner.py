@@ -87,6 +87,35 @@ def test_batch_invariant_rows_are_the_same_to_the_bit_alone_among_others_and_in_
         assert np.array_equal(np.concatenate(again), whole)
 
 
+@pytest.mark.parametrize(("tier", "family"), [("lean", "qwen3"), ("general", "gemma2")])
+def test_a_cache_in_fp8_takes_a_byte_a_number_and_holds_what_the_model_computed(
+    tiny_model: Any, exact_interpreter: None, tier: Any, family: str
+) -> None:
+    model = tiny_model(family)
+    runner, plain = (allocated(TritonRunner(model, tier=tier, kv_dtype=kind)) for kind in ("float8", None))
+    assert runner.name.endswith("float8 cache")
+    assert 4 * runner.bytes_per_block(0, BLOCK_SIZE) == plain.bytes_per_block(0, BLOCK_SIZE)
+    groups, prompt = len(model.groups), [(7 * token) % 300 + 3 for token in range(9)]
+    got, want = (torch.as_tensor(r.forward(layout(groups, [(0, prompt, 0)]))) for r in (runner, plain))
+    # The first layer's keys and values do not depend on the cache.
+    for read, exact in zip(vars_of(runner, 0), vars_of(plain, 0), strict=True):
+        assert torch.equal(read, exact.to(torch.float8_e4m3fn).float())
+    assert 0 < float((got - want).norm() / want.norm()) < 0.1
+    # Blocks can be copied, read and written: the second sequence gets the first one's.
+    last = CAPACITY - 1
+    for group in range(groups):
+        runner.copy_blocks(group, [(last, last + CAPACITY), (last - 1, last - 1 + CAPACITY)])
+        runner.write_blocks(group, [last - 2 + CAPACITY], runner.read_blocks(group, [last - 2]))
+    decoded = [runner.forward(layout(groups, [(row, [44], 9)])) for row in (0, 1)]
+    assert np.array_equal(*decoded)
+
+
+def vars_of(runner: TritonRunner, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A layer's keys and values as numbers."""
+    pool = runner._pools[layer]
+    return pool.keys.float(), pool.values.float()
+
+
 def test_batch_invariance_and_packed_weights_are_refused_where_they_cannot_be_had(tiny_model: Any) -> None:
     with pytest.raises(OptionError, match=r"batch_invariant.*Gemma2ForCausalLM"):
         TritonRunner(tiny_model("gemma2"), batch_invariant=True)
