@@ -62,14 +62,14 @@ def tile_shape(
     if decode or in_order:
         # Triton 3.6 spills registers with more keys for wide heads, and for heads that a mask cuts from a tile of 128.
         # Numbers of FP8 take registers to become wider ones.
-        is_tight = 64 < head_size < 128 or (element_size == 1 and head_size > 64)
+        is_tight = element_size == 1 or 64 < head_size < 128
         keys = 16 if wide else 32 if is_tight else 64
         # The block ids, which addresses wait for, take stages too. With 5, keys and values have two buffers each, and
         # with 4 one. On an H100 both were as fast: registers allow three programs either way.
         stages = (4 if keys == 64 else 5) if decode else 3 if keys == 64 else 2
-        # By itself ptxas takes fewer registers than there are, and spills some: in wide chunks with Triton 3.6, and in
-        # decodes of heads of 64 with 3.9 for 12.0.
-        registers = _decode_registers(head_size) if decode else 200 if wide else None
+        # By itself ptxas takes fewer registers than there are, and spills some: with Triton 3.6 in wide chunks and over
+        # FP8, and with 3.9 in decodes of heads of 64 for 12.0.
+        registers = _decode_registers(head_size) if decode else 200 if wide or element_size == 1 else None
         return Tile(needed, keys, 4, stages, registers)
     is_large = shared_memory >= LARGE_SHARED_MEMORY
     if wide:
