@@ -513,7 +513,7 @@ def _triton(model: Model, options: EngineOptions) -> Callable[[int, int], Runner
         raise OptionError("runner", f"triton needs a CUDA device, and {model.name} is on {model.device}")
     try:
         from genbatch.nif.runners.lean_llama import is_packed, pack_model, why_not_lean
-        from genbatch.nif.runners.triton_runner import TritonRunner, check_model
+        from genbatch.nif.runners.triton_runner import Precision, TritonRunner, check_model
 
         check_model(model)
     except (ImportError, ModelError) as error:
@@ -531,13 +531,13 @@ def _triton(model: Model, options: EngineOptions) -> Callable[[int, int], Runner
     pinned = options.positions if options.num_blocks is None else None
     in_pool = model.max_position if pinned is None else -(-pinned // options.block_size) * options.block_size
     longest = min(model.max_position, in_pool)
+    precision = Precision(quantize, FLOAT8 if options.kv_cache_dtype == FLOAT8 else None)
     return lambda n_parallel, n_batch: TritonRunner(
         model,
         graphs=options.graphs(n_parallel, n_batch) if captures else None,
         longest=longest,
         batch_invariant=options.batch_invariant,
-        quantize=quantize,
-        kv_dtype=FLOAT8 if options.kv_cache_dtype == FLOAT8 else None,
+        precision=precision,
     )
 
 

@@ -37,6 +37,22 @@ _CUBLAS_WORKSPACE = 32 * 2**20  # bytes for each stream that cuBLAS has used (sm
 _BYTES_PER_GRAPH = 2 * 2**20  # driver memory for some 200 kernels with their arguments
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Precision:
+    """The packed numbers of a runner on the device.
+
+    Args:
+        weights: one of `packed_weight.KINDS`.
+        cache: "float8" keeps keys and values in FP8 (E4M3); None keeps them in the model's dtype.
+    """
+
+    weights: str = "none"
+    cache: str | None = None
+
+
+_UNPACKED = Precision()
+
+
 class TritonRunner:
     """Runs a model with Triton kernels. Implements `LaunchingRunner`, `AdaptingRunner` and `BackgroundCopies`.
 
@@ -50,8 +66,7 @@ class TritonRunner:
         graphs: options for capturing decode steps as CUDA graphs; None runs every step eagerly.
         longest: most positions of one sequence; None takes the model's own limit.
         batch_invariant: whether a row's logits must be equal, bit for bit, in every batch.
-        quantize: the weights' packed format on the device, one of `packed_weight.KINDS`.
-        kv_dtype: "float8" keeps keys and values in FP8 (E4M3); None keeps them in the model's dtype.
+        precision: the packed numbers of weights, keys and values.
 
     Raises:
         ModelError: the kernels cannot serve the model.
@@ -66,10 +81,10 @@ class TritonRunner:
         graphs: GraphOptions | None = None,
         longest: int | None = None,
         batch_invariant: bool = False,
-        quantize: str = "none",
-        kv_dtype: str | None = None,
+        precision: Precision = _UNPACKED,
     ) -> None:
         check_model(model)
+        quantize, kv_dtype = precision.weights, precision.cache
         unfit = why_not_lean(model)
         if tier == "lean" and unfit is not None:
             raise OptionError("tier", f"lean cannot run {model.name}: {unfit}")
@@ -85,8 +100,8 @@ class TritonRunner:
         if quantize != "none" and not lean:
             raise OptionError("quantize", f"only the lean tier reads packed weights: {reason}")
         for option, value in (("quantize", quantize), ("kv_cache_dtype", kv_dtype)):
-            is_old = model.device.type == "cuda" and torch.cuda.get_device_capability(str(model.device)) < (8, 9)
-            if value in ("fp8", "float8") and is_old:
+            on_gpu = value in ("fp8", "float8") and model.device.type == "cuda"
+            if on_gpu and torch.cuda.get_device_capability(str(model.device)) < (8, 9):
                 raise OptionError(option, f"{value} needs a GPU of compute capability 8.9 or newer")
         self.quantize = quantize
         self.name = "triton, lean loop" if lean else "triton, general"

@@ -11,7 +11,7 @@ from genbatch.nif.context import Context
 from genbatch.nif.engine_options import MOST_CAPTURED_TOKENS, GraphOptions
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runner import Entry, Logits, Rows
-from genbatch.nif.runners.triton_runner import TritonRunner
+from genbatch.nif.runners.triton_runner import Precision, TritonRunner
 from genbatch.nif.sampling.draw import SamplingParams
 from genbatch.nif.sampling.sampler import Sampled, SamplerState
 
@@ -89,7 +89,7 @@ def open_context(
         )
     return Context(
         model,
-        TritonRunner(model, graphs=graphs, longest=positions + plan.block_size, **formats),
+        TritonRunner(model, graphs=graphs, longest=positions + plan.block_size, precision=Precision(**formats)),
         n_ctx=num_sequences * (positions + plan.block_size),
         n_parallel=num_sequences,
         block_size=plan.block_size,
@@ -99,7 +99,7 @@ def open_context(
 
 
 def begin_decodes(model: Model, plan: Plan, batch_size: int, **formats: str) -> Context:
-    """A context of so many sequences whose prompts are evaluated; the formats are arguments of the runner."""
+    """A context of so many sequences whose prompts are evaluated; the formats are those of `Precision`."""
     context = open_context(model, plan, batch_size, plan.context + plan.steps + 1, batch_size, **formats)
     draw = random.Random(batch_size)
     for seq_id in range(batch_size):

@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig
 
 from genbatch.nif.engine_options import GraphOptions
 from genbatch.nif.runner import RaggedBatch
-from genbatch.nif.runners.triton_runner import TritonRunner
+from genbatch.nif.runners.triton_runner import Precision, TritonRunner
 from tests.benchmarks.gpu_models import SHAPES
 from tests.nif.runners.fake_gpu import FakeGpu, Operation
 
@@ -70,7 +70,7 @@ def decode_step(config: PreTrainedConfig, rows: int, context: int, quantize: str
         model = gpu.model(config)
         blocks = -(-context // BLOCK_SIZE)
         graphs = GraphOptions(max_batch_size=rows, q_padding_interval_size=rows)
-        runner = TritonRunner(model, graphs=graphs, longest=blocks * BLOCK_SIZE, quantize=quantize)
+        runner = TritonRunner(model, graphs=graphs, longest=blocks * BLOCK_SIZE, precision=Precision(quantize))
         runner.allocate([rows * blocks], BLOCK_SIZE)
         table = np.arange(rows * blocks, dtype=np.int32).reshape(rows, blocks)
         position = blocks * BLOCK_SIZE - 1

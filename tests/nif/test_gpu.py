@@ -76,10 +76,12 @@ def test_h14_replay_equals_eager(gpu_model: Any, family: str) -> None:
 
 def test_a_cache_in_fp8_holds_rounded_numbers_and_is_replayed_as_it_runs_eagerly(gpu_model: Any) -> None:
     from genbatch.nif.engine_options import GraphOptions
+    from genbatch.nif.runners.triton_runner import Precision
 
     model = gpu_model("llama")
-    plain, eager = runner_for(model), runner_for(model, kv_dtype="float8")
-    graphed = runner_for(model, kv_dtype="float8", graphs=GraphOptions(max_batch_size=16))
+    in_fp8 = Precision(cache="float8")
+    plain, eager = runner_for(model), runner_for(model, precision=in_fp8)
+    graphed = runner_for(model, precision=in_fp8, graphs=GraphOptions(max_batch_size=16))
     for length in range(1, 12):
         batch = decode_batch(len(model.groups), 9, length)
         want, got = plain.forward(batch), eager.forward(batch)

@@ -16,7 +16,7 @@ from genbatch.nif.cuda_device import on_device
 from genbatch.nif.engine_options import GraphOptions
 from genbatch.nif.kernels.sample import edit_logits, gather_logprobs
 from genbatch.nif.runner import LoraAdapter, LoraLinear, RaggedBatch
-from genbatch.nif.runners.triton_runner import TritonRunner
+from genbatch.nif.runners.triton_runner import Precision, TritonRunner
 from tests.nif.runners.fake_gpu import FakeGpu
 from tests.nif.runners.test_stream_order import BLOCK_SIZE, CONFIG
 
@@ -53,7 +53,7 @@ def late_variants(way: str, quantize: str) -> list[str]:
     with gpu.active():
         model = gpu.model(CONFIG)
         graphs = GraphOptions(max_batch_size=20) if way == "graphs" else None
-        runner = TritonRunner(model, graphs=graphs, quantize=quantize)
+        runner = TritonRunner(model, graphs=graphs, precision=Precision(quantize))
         runner.allocate([100], BLOCK_SIZE)
         ready = set(gpu.variants)
         assert ready, "nothing was warmed"

@@ -17,7 +17,7 @@ from genbatch.nif.kernels.packed_weight import PackedWeight, unpack, unpacked
 from genbatch.nif.models.model import load_model
 from genbatch.nif.runners import lean_llama
 from genbatch.nif.runners.lean_llama import is_packed, pack_model
-from genbatch.nif.runners.triton_runner import TritonRunner
+from genbatch.nif.runners.triton_runner import Precision, TritonRunner
 from tests.nif.models.quantised_files import make_checkpoint
 from tests.nif.runners.test_triton_runner import allocated, layout
 
@@ -42,14 +42,14 @@ def test_packed_weights_are_the_only_ones_and_every_new_runner_reads_the_same(
     projections = sum(part.nbytes for name, part in whole.hf.named_parameters() if "_proj" in name)
     before = bytes_held(whole)
     step = layout(1, [(0, [5, 17, 100, 42], 0), (1, [200, 3], 0)])
-    expected = allocated(TritonRunner(whole, quantize=kind)).forward(step)
+    expected = allocated(TritonRunner(whole, precision=Precision(kind))).forward(step)
 
     packed = pack_model(whole, kind, CPU)
     assert is_packed(packed) and not any("_proj" in name for name, _ in packed.hf.named_parameters())
     # 32 bits became 8, or 4 with a scale and a zero for every 64 inputs; here 32 inputs are padded to 128.
     assert bytes_held(packed) < before - projections / 3
     for _ in range(2):  # a Batcher that is started anew opens another one
-        runner = allocated(TritonRunner(packed, quantize=kind))
+        runner = allocated(TritonRunner(packed, precision=Precision(kind)))
         assert np.array_equal(runner.forward(step), expected)
         assert runner.quantize == kind
         runner.close()
@@ -64,7 +64,7 @@ def test_a_long_prompt_of_a_packed_model_has_the_librarys_products_and_the_same_
     prompt = [3 + 7 * index for index in range(6)]
     logits, launched, budget = {}, {}, {}
     for in_order in (False, True):
-        runner = TritonRunner(model, quantize=kind, batch_invariant=in_order)
+        runner = TritonRunner(model, precision=Precision(kind), batch_invariant=in_order)
         context = Context(model, runner, n_ctx=16, n_parallel=1, block_size=16)
         assert runner._lean is not None
         unpackings: list[torch.Size] = []
@@ -113,7 +113,7 @@ def test_4_bits_of_a_checkpoint_are_not_rounded_again(tmp_path: Path, tiny_model
         assert torch.equal(ours.packed[0].bias, torch.cat(biases))
     if form == "awq-128":
         tokens = [5, 17, 100, 42]
-        runner = allocated(TritonRunner(packed, quantize="int4"))
+        runner = allocated(TritonRunner(packed, precision=Precision("int4")))
         logits = torch.as_tensor(runner.forward(layout(1, [(0, tokens, 0)])))
         expected = checkpoint.hf(torch.tensor([tokens])).logits[0, -1].detach()
         assert torch.allclose(logits[-1], expected, atol=1e-3 * float(expected.abs().max()))

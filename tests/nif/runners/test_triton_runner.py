@@ -15,7 +15,7 @@ from genbatch.nif.errors import BatchError, ModelError, OptionError
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runner import RaggedBatch
 from genbatch.nif.runners.torch_runner import TorchRunner
-from genbatch.nif.runners.triton_runner import TritonRunner
+from genbatch.nif.runners.triton_runner import Precision, TritonRunner
 from tests.nif.runners.ragged_batches import ragged_batch
 
 pytestmark = pytest.mark.skipif(
@@ -92,7 +92,9 @@ def test_a_cache_in_fp8_takes_a_byte_a_number_and_holds_what_the_model_computed(
     tiny_model: Any, exact_interpreter: None, tier: Any, family: str
 ) -> None:
     model = tiny_model(family)
-    runner, plain = (allocated(TritonRunner(model, tier=tier, kv_dtype=kind)) for kind in ("float8", None))
+    runner, plain = (
+        allocated(TritonRunner(model, tier=tier, precision=Precision(cache=kind))) for kind in ("float8", None)
+    )
     assert runner.name.endswith("float8 cache")
     assert 4 * runner.bytes_per_block(0, BLOCK_SIZE) == plain.bytes_per_block(0, BLOCK_SIZE)
     groups, prompt = len(model.groups), [(7 * token) % 300 + 3 for token in range(9)]
@@ -120,7 +122,7 @@ def test_batch_invariance_and_packed_weights_are_refused_where_they_cannot_be_ha
     with pytest.raises(OptionError, match=r"batch_invariant.*Gemma2ForCausalLM"):
         TritonRunner(tiny_model("gemma2"), batch_invariant=True)
     with pytest.raises(OptionError, match=r"quantize.*general tier was asked for"):
-        TritonRunner(tiny_model("llama"), tier="general", quantize="int8")
+        TritonRunner(tiny_model("llama"), tier="general", precision=Precision("int8"))
 
 
 def test_only_the_wanted_rows_come_back(tiny_model: Any) -> None:
