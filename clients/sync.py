@@ -4,12 +4,14 @@ with SyncZeroMQClient("ipc:///run/user/1000/genbatch/zeromq.sock") as client:
     print(client.generate("Hello", max_tokens=8).text)
 """
 
+import os
 import selectors
 import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from threading import RLock
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,7 +20,7 @@ import zmq
 
 from genbatch.actors.gateways.addresses import default_address
 from genbatch.actors.runtime.zeromq_socket import set_defaults
-from genbatch.clients.interface import CallResult, ClientClosed, SyncClient, asked_method
+from genbatch.clients.interface import CallResult, ClientClosed, ClientError, SyncClient, asked_method
 from genbatch.clients.remote import Deadline, Retry, RPCCalls, check_drawn, is_interrupted
 from genbatch.clients.transports import (
     CONNECTION_EVENTS,
@@ -132,7 +134,7 @@ WINDOW = 1024
 class SyncRemoteClient(SyncClient):
     """A client of a service, with the interface of `SyncClient`. Use it inside `with`.
 
-    One thread uses a client; several streams may be open at once and be read in turns.
+    Each thread opens a client of its own; several streams may be open at once and be read in turns.
 
     Args:
         transport: carries the messages.
@@ -146,21 +148,28 @@ class SyncRemoteClient(SyncClient):
         self.retry = retry or Retry()
         self._transport = transport
         self._calls = RPCCalls()
-        self._is_open = False
+        self._in_use = RLock()
+        self._opener: int | None = None  # the id of the process; a fork of it shares the connection, and may not use it
         self._is_to_leave = False  # the service asks for another connection
         self._last_beat = 0.0
 
     def __enter__(self) -> Self:
         self._transport.open()
-        self._is_open = True
+        self._opener = os.getpid()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        is_open = self._is_open
         self._fail_all(Unavailable("the client was closed"))
-        self._is_open = False
-        self._transport.close()
+        self._opener = None
+        if is_open:
+            self._transport.close()
+
+    @property
+    def _is_open(self) -> bool:
+        return self._opener == os.getpid()
 
     @contextmanager
     def open_stream(self, request: GenerateRequest) -> Iterator[SyncTokenStream]:
@@ -176,6 +185,10 @@ class SyncRemoteClient(SyncClient):
             return
         if not self._is_open:
             raise ClientClosed
+        with self._exclusive():
+            self._receive_until(is_true)
+
+    def _receive_until(self, is_true: Callable[[], bool]) -> None:
         last_heard = time.monotonic()
         while not is_true():
             self._beat()
@@ -199,9 +212,10 @@ class SyncRemoteClient(SyncClient):
 
     def _ask_again(self, method: Method, request: Callable[[], msgspec.Struct]) -> Any:
         """Send a request, retry it by the policy, and return its answer."""
-        for attempt in self.retry.sync_attempts(repeats=not method.is_operators):
-            with attempt, self._call(method, request) as call:
-                return call.ended()
+        with self._exclusive():
+            for attempt in self.retry.sync_attempts(repeats=not method.is_operators):
+                with attempt, self._call(method, request) as call:
+                    return call.ended()
         raise AssertionError("the last attempt returns or raises")
 
     @contextmanager
@@ -233,15 +247,28 @@ class SyncRemoteClient(SyncClient):
         if not self._is_open:
             raise ClientClosed
         call = SyncTokenStream(self.wait_for, open_call, grant, window=WINDOW, retry=self.retry, shown=shown)
-        open_call()
+        with self._exclusive():
+            open_call()
         try:
             yield call
         finally:
-            cancel = self._calls.close(msgid)
-            if cancel is not None and self._is_open:
-                self._transport.send(cancel)
-            if not self._calls and self._is_open:
-                self._leave()
+            if self._is_open:
+                with self._in_use:
+                    cancel = self._calls.close(msgid)
+                    if cancel is not None:
+                        self._transport.send(cancel)
+                    if not self._calls:
+                        self._leave()
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """Refuse a second thread: a connection mixes up the messages of two."""
+        if not self._in_use.acquire(blocking=False):
+            raise ClientError("another thread is using this client: open a client in each thread")
+        try:
+            yield
+        finally:
+            self._in_use.release()
 
     def _leave(self) -> None:
         """Close the connection if the service asked for that and no call is open."""

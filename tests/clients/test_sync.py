@@ -1,6 +1,9 @@
 """The clients without an event loop, over each transport, against a gateway on another thread."""
 
+import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +15,7 @@ import trio
 import zmq
 
 from genbatch.clients import sync
-from genbatch.clients.interface import ClientClosed, StreamNotEnded, SyncClient
+from genbatch.clients.interface import ClientClosed, ClientError, StreamNotEnded, SyncClient
 from genbatch.clients.remote import Retry
 from genbatch.clients.sync import WINDOW, SyncRemoteClient, SyncRPCClient, SyncRPCTransport, SyncZeroMQClient
 from genbatch.proto.errors import EngineError, InvalidRequest, QueueFull, Unavailable
@@ -104,6 +107,49 @@ def test_generate_and_stats_return_what_the_service_answers(background: Backgrou
     with client_at(background.address) as client:
         assert client.generate("a b", max_tokens=4).text == "ab"
         assert client.stats()["steps"] == 7
+
+
+def test_a_second_thread_is_refused_and_the_first_gets_its_answer(background: Background) -> None:
+    texts: list[str] = []
+    with client_at(background.address) as client:
+        thread = Thread(target=lambda: texts.append(client.generate("hold").text))
+        thread.start()
+        background.emit("hold", "a")  # returns once the request of the thread has arrived
+        with pytest.raises(ClientError, match="another thread"):
+            client.generate("x")
+        with pytest.raises(ClientError, match="another thread"), client.stream("x"):
+            pass
+        background.emit("hold", finish=True)
+        thread.join()
+        assert client.generate("b").text == "b"
+    assert texts == ["a"]
+
+
+FORKED = """
+import os, sys
+from genbatch.clients.interface import ClientClosed
+from genbatch import SyncRPCClient, SyncZeroMQClient
+
+address = sys.argv[1]
+with (SyncZeroMQClient if address.startswith("ipc") else SyncRPCClient)(address) as client:
+    print(client.generate("a b").text)
+    child = os.fork()
+    if child == 0:
+        try:
+            client.generate("c d")
+        except ClientClosed:
+            sys.exit(3)
+    print(client.generate("c d").text)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    print(client.generate("e f").text)
+"""
+
+
+def test_a_fork_of_the_process_is_refused_and_its_parent_goes_on(background: Background) -> None:
+    command = [sys.executable, "-c", FORKED, background.address]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}  # a fork would write a filled buffer again
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True, env=environment)
+    assert (ended.stdout.split(), ended.stderr) == (["ab", "cd", "3", "ef"], "")
 
 
 def test_a_stream_yields_tokens_then_has_the_result(background: Background) -> None:
@@ -248,7 +294,7 @@ def test_a_service_hears_of_the_client_once_in_a_while_and_no_more_often(monkeyp
 def test_who_waits_is_heard_of_and_waits_no_longer_than_its_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     now, sent = 1000.0, []
     client = SyncZeroMQClient("ipc:///nowhere", timeout=5 * sync.HEARTBEAT_S)
-    client._is_open = True
+    client._opener = os.getpid()
 
     def nothing(timeout: float) -> list[bytes]:
         nonlocal now
