@@ -14,13 +14,13 @@ import pytest
 import trio
 from typer.testing import CliRunner
 
+from genbatch import SyncRPCClient, SyncZeroMQClient
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.runtime.telemetry import Telemetry
 from genbatch.actors.scheduling.scheduler import SchedulerError
 from genbatch.actors.security.key_files import AddressError
 from genbatch.actors.service.gateway_process import Listeners, check_start
 from genbatch.actors.service.options import ServiceOptions
-from genbatch.clients import SyncRPCClient, SyncZeroMQClient
 from genbatch.clients.cli.main import COMMANDS, app, load
 from genbatch.clients.transports import no_address
 from genbatch.nif.engine_options import EngineOptions
