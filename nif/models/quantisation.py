@@ -1,7 +1,7 @@
 """What a checkpoint's configuration says about its quantised weights; refuses what is not read."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,9 @@ class Quantisation:
     """A configuration's description of its checkpoint's quantised weights.
 
     Args:
-        method: "gptq", "awq", "compressed-tensors", "fp8", "modelopt", "mxfp4" or "bitsandbytes".
+        method: "gptq", "awq", "compressed-tensors", "fp8", "modelopt", "mxfp4", "bitsandbytes" or "mlx".
         bits: of a code; None where linears differ, or have no codes.
+        own: bits and group of the linears that have others, by name.
         groups: inputs that share a scale, in each way that some linears have it; -1 is all of a linear's.
         less_one: whether zeros are stored less one, as GPTQ's first format has them.
         tile: outputs and inputs that share a scale of FP8; None: not by tiles.
@@ -39,6 +40,7 @@ class Quantisation:
     groups: tuple[int, ...] = ()
     less_one: bool = False
     tile: tuple[int, int] | None = None
+    own: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def quantisation_of(source: str, config: Any, directory: Path) -> Quantisation | None:
@@ -53,8 +55,10 @@ def quantisation_of(source: str, config: Any, directory: Path) -> Quantisation |
     Raises:
         ModelError: the quantisation is not supported; the reason names the field and an alternative.
     """
-    stated = getattr(config, "quantization_config", None) or getattr(config, "compression_config", None)
     where = "quantization_config"
+    stated = getattr(config, where, None) or getattr(config, "compression_config", None)
+    if stated is None and (stated := getattr(config, "quantization", None)) is not None:
+        where = "quantization"  # of MLX's first tools
     if stated is None and (directory / "quantize_config.json").is_file():
         where = "quantize_config.json"
         stated = {"quant_method": "gptq", **read_object(source, directory / where)}
@@ -81,7 +85,9 @@ class _Reading:
 
     def scheme(self) -> Quantisation:
         method = str(self._fields.get("quant_method", ""))
-        known = {"gptq": self._gptq, "awq": self._awq, "compressed-tensors": self._compressed}
+        known = {"gptq": self._gptq, "awq": self._awq, "compressed-tensors": self._compressed, "mlx": self._mlx}
+        if not method and {"bits", "group_size"} <= self._fields.keys():
+            method = "mlx"  # which names none
         if method in ("mxfp4", "bitsandbytes"):
             return Quantisation(method)
         if method in _FP8_METHODS:
@@ -161,6 +167,19 @@ class _Reading:
             if layout not in _COMPRESSED_FORMATS:
                 raise self._refused(f"format is {layout!r}")
         return Quantisation("compressed-tensors", None, tuple(groups), tile=tile)
+
+    def _mlx(self) -> Quantisation:
+        if (mode := self._fields.get("mode", "affine")) != "affine":
+            raise self._refused(f"mode is {mode!r} of MLX")
+        sizes: dict[str, tuple[int, int]] = {}
+        for name, value in (("", self._fields), *self._fields.items()):
+            if isinstance(value, Mapping):  # else false: the linear is plain
+                bits, group = value["bits"], int(value["group_size"])
+                if bits not in CODE_BITS or group < 1:
+                    raise self._refused(f"bits is {bits!r} in groups of {group} of MLX")
+                sizes[name] = bits, group
+        bits, group = sizes.pop("")
+        return Quantisation("mlx", bits, (group,), own=sizes)
 
     def _fp8(self) -> Quantisation:
         try:

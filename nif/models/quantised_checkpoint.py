@@ -1,4 +1,4 @@
-"""Reads quantised checkpoints: GPTQ, AWQ, compressed-tensors, FP8, NVFP4, MXFP4 and bitsandbytes in safetensors.
+"""Reads quantised checkpoints: GPTQ, AWQ, compressed-tensors, FP8, NVFP4, MXFP4, bitsandbytes and MLX in safetensors.
 
 scheme = quantisation_of("model", config, directory)        # None of a plain checkpoint
 weights = QuantisedWeights("model", SafetensorsWeights("model", directory), scheme)
@@ -18,6 +18,7 @@ no other code needs to know them. The files determine the quantised linears: lin
     fp8                 weight [n, k] in FP8, weight_scale_inv [n / 128, k / 128] or one number
     mxfp4               experts' NAME_blocks [experts, n, k / 32, 16] uint8, NAME_scales [experts, n, k / 32] uint8; the
                         rows of gate_up_proj are a gate and an up in turn
+    mlx                 weight [n, k / codes] uint32, scales and biases [n, groups]: a weight is scale * code + bias
     bitsandbytes        of 4 bits: weight, two codes a byte; weight.quant_map [16], weight.absmax, a factor for each
                         block of weights, and weight.quant_state, JSON; of 8 bits: weight [n, k] int8, SCB [n]
 
@@ -25,7 +26,8 @@ n are outputs, k inputs, `codes` as many as an int32 holds. A weight is scale * 
 Codes of 4 and 8 bits in groups of whole 32 inputs stay codes (`GROUP_KINDS`), and so do FP8 in E4M3 (`FP8_KINDS`) and
 NVFP4 (`FP4_KINDS`).
 Other codes are widened to float32, one matrix at a time: FP8 in E5M2, and groups that take their inputs from everywhere
-(`desc_act`); those of bitsandbytes to the type that their state names, as bitsandbytes does.
+(`desc_act`). MLX's codes of 4 bits become GGUF's Q4_1. Its codes of 8 bits are widened to the type of their scales, and
+those of bitsandbytes to the type that their state names, as bitsandbytes does.
 """
 
 import json
@@ -57,7 +59,7 @@ _SCALE_KINDS = (*FLOAT_KINDS, "F8_E8M0")
 _BESIDE = (
     *("qweight", "qzeros", "scales", "g_idx"),
     *("weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape", "weight_g_idx"),
-    *("absmax", "quant_map", "nested_absmax", "nested_quant_map", "bitsandbytes__nf4", "bitsandbytes__fp4"),
+    *("biases", "absmax", "quant_map", "nested_absmax", "nested_quant_map", "bitsandbytes__nf4", "bitsandbytes__fp4"),
     *("SCB", "weight_format", "weight_scale_2", "weight_global_scale", "input_global_scale"),
     *("input_scale", "input_zero_point", "input_scale_ub", "activation_scale", "output_scale", "k_scale", "v_scale"),
 )
@@ -116,13 +118,15 @@ class QuantisedWeights:
         beside = {f"{name}.quant_map", f"{name}_scale_2"}
         return self._files.kind(name) in ("I8", *_FP8_KINDS) or not beside.isdisjoint(self._files.names())
 
-    def _form(self, name: str) -> "_Gptq | _Awq | _Packed | _Plain | _FourBits | _FourBitFloats":
+    def _form(self, name: str) -> "_Gptq | _Awq | _Packed | _Plain | _FourBits | _FourBitFloats | _Affine":
         linear = self._linears[name]
         parts = _Parts(self._model, self._files, linear, self._scheme)
         if self._scheme.method == "gptq":
             return _Gptq(parts)
         if self._scheme.method == "awq":
             return _Awq(parts)
+        if self._scheme.method == "mlx":
+            return _Affine(parts)
         if parts.has("weight.quant_map"):
             return _FourBits(parts)
         for codes in ("weight_packed", "weight"):
@@ -161,12 +165,19 @@ class _Mxfp4Expert:
 
 def _mxfp4_blocks(pairs: np.ndarray, exponents: np.ndarray) -> np.ndarray:
     """The blocks of GGUF [n, bytes], of codes [n, groups, 16], two inputs a byte, and exponents [n, groups]."""
-    low, high = pairs[:, :, :8], pairs[:, :, 8:]
     blocks = np.empty((*exponents.shape, 17), np.uint8)
     blocks[:, :, 0] = exponents
-    blocks[:, :, 1::2] = (low & 15) | (high << 4)
-    blocks[:, :, 2::2] = (low >> 4) | (high & 0xF0)
+    blocks[:, :, 1:] = _halves(pairs)
     return blocks.reshape(len(blocks), -1)
+
+
+def _halves(pairs: np.ndarray) -> np.ndarray:
+    """Codes of 32 inputs [n, blocks, 16] as GGUF has them: of neighbours in a byte, of the inputs i and i + 16."""
+    low, high = pairs[:, :, :8], pairs[:, :, 8:]
+    halves = np.empty_like(pairs)
+    halves[:, :, ::2] = (low & 15) | (high << 4)
+    halves[:, :, 1::2] = (low >> 4) | (high & 0xF0)
+    return halves
 
 
 def _mxfp4_experts(model: str, files: SafetensorsWeights) -> dict[str, _Mxfp4Expert]:
@@ -207,26 +218,26 @@ class _Parts:
     def __init__(self, model: str, files: SafetensorsWeights, linear: str, scheme: Quantisation) -> None:
         self._model = model
         self._files = files
-        self._linear = linear
+        self.linear = linear
         self.scheme = scheme
         self.name = f"{linear}.weight"
 
     def has(self, part: str) -> bool:
-        return f"{self._linear}.{part}" in self._files.names()
+        return f"{self.linear}.{part}" in self._files.names()
 
     def kind(self, part: str) -> str:
-        return self._files.kind(f"{self._linear}.{part}")
+        return self._files.kind(f"{self.linear}.{part}")
 
     def fault(self, part: str, what: str) -> ModelError:
-        name = f"{self._linear}.{part}"
+        name = f"{self.linear}.{part}"
         file = self._files.file(name) if name in self._files.names() else "no file"
         return ModelError(self._model, f"its weights cannot be read: {file}: {name} {what}")
 
     def shape(self, part: str, kinds: Sequence[str], dims: int | None = None) -> tuple[int, ...]:
         """The shape of a part that must be there, of one of these types, with so many dimensions."""
-        name = f"{self._linear}.{part}"
+        name = f"{self.linear}.{part}"
         if name not in self._files.names():
-            beside = next(other for other in self._files.names() if other.startswith(f"{self._linear}."))
+            beside = next(other for other in self._files.names() if other.startswith(f"{self.linear}."))
             raise ModelError(self._model, f"its weights lack {name}, which {self._files.file(beside)} has {beside} for")
         shape, kind = self._files.shape(name), self._files.kind(name)
         if kind not in kinds:
@@ -241,7 +252,7 @@ class _Parts:
             raise self.fault(part, f"has the shape {list(shape)}, where {list(expected)} is needed")
 
     def read(self, part: str) -> torch.Tensor:
-        return self._files.part(f"{self._linear}.{part}")
+        return self._files.part(f"{self.linear}.{part}")
 
     def scales(self, part: str) -> np.ndarray:
         """A part of finite numbers, float32."""
@@ -326,6 +337,35 @@ class _Awq:
         halves = codes[:, ::2] | codes[:, 1::2] << 4
         zeros = _in_order(parts.read("qzeros")).T
         return _Groups(4, halves, parts.scales("scales").T, zeros, self._group).stored(parts.name, inputs)
+
+
+class _Affine:
+    """MLX: codes along the inputs, and a scale and a bias for each group."""
+
+    def __init__(self, parts: _Parts) -> None:
+        self._parts = parts
+        scheme = parts.scheme
+        self._bits, self._group = scheme.own.get(parts.linear, (scheme.bits or 0, scheme.groups[0]))
+        outputs, words = parts.shape("weight", ("U32",), 2)
+        self.shape = (outputs, words * _WORD // self._bits)
+        if self.shape[1] % self._group:
+            raise parts.fault("weight", f"has {self.shape[1]} inputs, which are no whole groups of {self._group}")
+        for part in ("scales", "biases"):
+            parts.expect(part, (outputs, self.shape[1] // self._group), (*FLOAT_KINDS,))
+
+    def read(self) -> StoredTensor:
+        parts, (outputs, inputs) = self._parts, self.shape
+        packed, scales, biases = _bytes(parts.read("weight")), parts.scales("scales"), parts.scales("biases")
+        factors = np.stack((scales, biases), axis=2)  # [outputs, groups, 2]
+        halves = factors.astype("<f2")
+        if self._bits == 4 and self._group % _MX_GROUP == 0 and (halves == factors).all():
+            blocks = np.empty((outputs, inputs // _MX_GROUP, 20), np.uint8)
+            blocks[:, :, :4] = np.repeat(halves.view(np.uint8), self._group // _MX_GROUP, axis=1)
+            blocks[:, :, 4:] = _halves(packed.reshape(outputs, -1, 16))
+            return StoredTensor(parts.name, "Q4_1", self.shape, blocks.reshape(outputs, -1))
+        each = np.repeat(factors, self._group, axis=1)
+        values = torch.from_numpy(_codes(packed, self._bits) * each[:, :, 0] + each[:, :, 1])
+        return stored(parts.name, values.to(parts.read("scales").dtype))
 
 
 class _Packed:

@@ -46,7 +46,7 @@ block is a scale as float16, and codes in the weights' order, low bits first. A 
 one bit counts 2."""
 
 # Of safetensors, beside FLOAT_KINDS: what checkpoints that are quantised already hold their parts in.
-_PART_KINDS = {"I8": 1, "U8": 1, "I16": 2, "I32": 4, "I64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
+_PART_KINDS = {"I8": 1, "U8": 1, "I16": 2, "I32": 4, "U32": 4, "I64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
 # torch's names of both.
 _TORCH_NAMES = {
     "F32": "float32",
@@ -56,6 +56,7 @@ _TORCH_NAMES = {
     "F8_E5M2": "float8_e5m2",
     "F8_E8M0": "float8_e8m0fnu",
     "U8": "uint8",
+    "U32": "uint32",
     **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
 }
 

@@ -262,6 +262,25 @@ def four_bit_floats(
     return write
 
 
+def mlx(
+    bits: int, group: int, dtype: torch.dtype
+) -> Callable[[Format, torch.Tensor], tuple[dict[str, torch.Tensor], torch.Tensor]]:
+    """A weight is scale * code + bias, as `mlx.core.quantize` has it."""
+
+    def write(form: Format, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        groups = weight.reshape(len(weight), -1, group)
+        least, most = groups.amin(2), groups.amax(2)
+        scales, biases = ((most - least) / (2**bits - 1)).to(dtype), least.to(dtype)
+        codes = ((groups - biases.float()[..., None]) / scales.float()[..., None]).round().clamp(0, 2**bits - 1).long()
+        words = pack(codes.reshape(len(weight), -1), bits).view(torch.uint32)
+        values = codes.float() * scales.float()[..., None] + biases.float()[..., None]
+        if bits == 8:
+            values = values.to(dtype).float()
+        return {"weight": words, "scales": scales, "biases": biases}, values.reshape(weight.shape)
+
+    return write
+
+
 def eight_bits(form: Format, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """bitsandbytes in int8: the largest weight of a row has the code 127."""
     largest = weight.abs().amax(1)
@@ -355,6 +374,9 @@ FORMATS: dict[str, Format] = {
         four_bit_floats("weight", "weight_scale_2"), {"quant_method": "modelopt", "quant_algo": "NVFP4"}
     ),
     "modelopt-fp8": Format(fp8(None, "weight_scale"), {"quant_method": "modelopt", "quant_algo": "FP8"}),
+    "mlx-4-64": Format(mlx(4, 64, torch.bfloat16), {"group_size": 64, "bits": 4}),
+    "mlx-4-32-float16": Format(mlx(4, 32, torch.float16), {"group_size": 32, "bits": 4, "mode": "affine"}),
+    "mlx-8-64": Format(mlx(8, 64, torch.bfloat16), {"group_size": 64, "bits": 8}),
     "fp8-tensor": Format(fp8(None, "weight_scale"), {"quant_method": "fp8", "activation_scheme": "static"}),
     "fp8-block": Format(
         fp8((96, 64), "weight_scale_inv"), {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [96, 64]}

@@ -39,8 +39,8 @@ MAKE = Callable[..., Checkpoint]
 def make(tmp_path: Path, tiny_models: ModuleType) -> MAKE:
     """make("awq-32", "qwen2") is such a checkpoint with a tokenizer."""
 
-    def checkpoint(form: Format | str, family: str = "llama", **config: Any) -> Checkpoint:
-        made = make_checkpoint(tmp_path / "model", form, family, **config)
+    def checkpoint(form: Format | str, family: str = "llama", directory: str = "model", **config: Any) -> Checkpoint:
+        made = make_checkpoint(tmp_path / directory, form, family, **config)
         tiny_models.build_tokenizer(made.directory)
         return made
 
@@ -160,6 +160,7 @@ def test_merged_matrices_biases_and_experts_equal_generate(make: MAKE, form: str
         ("fp8-tensor", "mixtral"),
         ("bitsandbytes-nf4", "llama"),
         ("nvfp4-packed", "llama"),
+        ("mlx-4-64", "qwen2"),
         ("mxfp4-packed", "llama"),
     ],
 )
@@ -196,6 +197,9 @@ def test_weights_are_to_the_bit_what_the_file_says(make: MAKE, form: str) -> Non
         ("gptq-4-odd-groups", "F32"),
         ("bitsandbytes-nf4", "BF16"),
         ("nvfp4-packed", "N4_128"),
+        ("mlx-4-64", "Q4_1"),
+        ("mlx-4-32-float16", "Q4_1"),
+        ("mlx-8-64", "BF16"),
         ("mxfp4-packed", "MXFP4"),
         ("modelopt-nvfp4", "N4_128"),
         ("modelopt-fp8", "F8_128"),
@@ -295,6 +299,9 @@ def test_8_bit_activations_meet_the_same_codes(make: MAKE, form: str) -> None:
         ({"quant_method": "compressed-tensors", "format": "nvfp4a16"}, "format is 'nvfp4a16'"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "quant_algo is 'NVFP4_AWQ'"),
         ({"quant_method": "modelopt"}, "quant_algo is None"),
+        ({"bits": 6, "group_size": 64}, "bits is 6 in groups of 64 of MLX"),
+        ({"bits": 4, "group_size": 64, "x": {"bits": 3, "group_size": 64}}, "bits is 3 in groups of 64 of MLX"),
+        ({"bits": 4, "group_size": 32, "mode": "mxfp4"}, "mode is 'mxfp4' of MLX"),
         (
             {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}},
             "sparsity_config.format is 'sparse-24-bitmask'",
@@ -367,6 +374,14 @@ STATE = "weight.quant_state.bitsandbytes__nf4"
         ),
         ("nvfp4-packed", "weight_packed", lambda t: t[:, :-1], f"{NAME}.weight_packed has 126 inputs"),
         ("modelopt-nvfp4", "weight_scale_2", lambda t: t.expand(2), f"{NAME}.weight_scale_2 is not one number"),
+        ("mlx-4-64", "biases", None, f"its weights lack {NAME}.biases"),
+        ("mlx-4-64", "scales", lambda t: t[:, 1:], f"{NAME}.scales has the shape [256, 1], where [256, 2] is needed"),
+        (
+            "mlx-4-64",
+            "weight",
+            lambda t: t.view(torch.int32)[:, 1:].view(torch.uint32),
+            f"{NAME}.weight has 120 inputs",
+        ),
         ("bitsandbytes-int8", "SCB", None, f"its weights lack {NAME}.weight_scale"),
         ("fp8-block", "weight_scale_inv", lambda t: t[:1], f"model.safetensors: {NAME}.weight_scale_inv has the shape"),
     ],
@@ -391,6 +406,26 @@ def test_a_file_that_is_cut_short_names_the_tensor(make: MAKE) -> None:
     path.write_bytes(path.read_bytes()[:-50])
     with pytest.raises(ModelError, match=r"model\.safetensors: model\..* ends at byte \d+ of \d+"):
         served(path.parent)
+
+
+def test_mlx_may_have_other_bits_in_some_linears_and_codes_that_float16_cannot_scale(make: MAKE) -> None:
+    checkpoint = make("mlx-4-64")
+    path = checkpoint.directory / "model.safetensors"
+    tensors = load_file(path)
+    other = make("mlx-8-64", directory="other")
+    others = load_file(other.directory / "model.safetensors")
+    for part in ("weight", "scales", "biases"):
+        tensors[f"{NAME}.{part}"] = others[f"{NAME}.{part}"]
+    down = NAME.replace("up_proj", "down_proj")
+    tensors[f"{down}.scales"] = tensors[f"{down}.scales"] * 1e-5  # float16 has fewer digits there
+    save_file(tensors, path, {"format": "mlx"})
+    settings = {"group_size": 64, "bits": 4, NAME: {"group_size": 64, "bits": 8}, "lm_head": False}
+    edit_config(checkpoint.directory, quantization_config=settings)
+    model = describe_model(str(checkpoint.directory))
+    assert model is not None and model.weights is not None
+    assert torch.equal(model.weights.tensor(f"{NAME}.weight").whole(), other.hf.state_dict()[f"{NAME}.weight"])
+    assert model.weights.tensor(f"{down}.weight").kind == "BF16"
+    served(checkpoint.directory).close()
 
 
 def test_codes_of_another_size_than_the_configuration_asks_for_are_refused(make: MAKE) -> None:
