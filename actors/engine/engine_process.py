@@ -25,8 +25,8 @@ from genbatch.actors.engine.child_process import (
     StartEngine,
     StartFault,
     Unjoined,
-    keep_for_good,
     run_child,
+    set_up_garbage_collection,
 )
 from genbatch.actors.engine.freed_memory import keep_returning_freed_memory, resident_bytes
 from genbatch.actors.engine.link import EngineSession, FrameStream
@@ -103,7 +103,7 @@ class EngineProcess:
             raise StartFault(error) from error
         models = await self._batcher.call(ModelsRequest(), timeout=None)
         stats = await self._batcher.call(StatsRequest(), timeout=None)
-        keep_for_good()
+        set_up_garbage_collection()
         self._nursery.start_soon(keep_returning_freed_memory)
         num_bytes = resident_bytes() + stats.get("kv_bytes", 0)  # blocks are resident once they are used
         await self._tell(EngineReady(models, stats, num_bytes, rehearsed))

@@ -31,8 +31,8 @@ from genbatch.actors.engine.child_process import (
     StartGateway,
     SwitchEngine,
     decode_options,
-    keep_for_good,
     run_child,
+    set_up_garbage_collection,
     to_message,
 )
 from genbatch.actors.engine.freed_memory import keep_returning_freed_memory
@@ -491,7 +491,7 @@ class GatewayProcess:
         except Exception as raised:
             error = raised
         else:
-            keep_for_good()
+            set_up_garbage_collection()
             await self._tell(GatewayReady(self._gateways.addresses))
             return
         await self._tell(to_message(error))

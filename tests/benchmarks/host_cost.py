@@ -30,6 +30,7 @@ from genbatch.actors.batcher.batcher import Batcher
 from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.stepper import RunAhead
+from genbatch.actors.engine.child_process import set_up_garbage_collection
 from genbatch.actors.runtime.actor import ActorRef, start
 from genbatch.clients.interface import TokenStream
 from genbatch.nif.context import Context
@@ -226,11 +227,14 @@ def main() -> None:
     parser.add_argument("--launches", action="store_true", help="launch steps as a GPU's runner does")
     parser.add_argument("--any-length", action="store_true", help="requests of 1 to 2 * NEW tokens; count the runs")
     parser.add_argument("--requests", type=int, default=0, help="with --any-length; as many as sequences by default")
+    parser.add_argument("--engine-process", action="store_true", help="collect garbage as an engine process does")
     parser.add_argument("--profile", choices=("loop", "model"), help="show where one thread's time goes instead")
     arguments = parser.parse_args()
     model = load_model(arguments.model, n_gpu_layers=0)
     gc.collect()
-    gc.freeze()  # as an engine process does
+    gc.freeze()
+    if arguments.engine_process:  # its objects are frozen, too, and it collects less often
+        set_up_garbage_collection()
     if arguments.profile:
         show_profile(model, arguments)
         return

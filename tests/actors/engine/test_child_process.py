@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import fields
@@ -159,3 +160,29 @@ def _is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+COLLECTIONS = """
+import gc
+from genbatch.actors.engine.child_process import set_up_garbage_collection
+
+def collections():
+    return [generation["collections"] for generation in gc.get_stats()]
+
+def cycles(count):
+    for _ in range(count):
+        cycle = []
+        cycle.append(cycle)
+
+set_up_garbage_collection()
+before, frozen = collections(), gc.get_freeze_count()
+cycles(4000)
+assert collections() == before, "a step's objects are scanned"
+cycles(4000)
+assert collections()[0] == before[0] + 1, "garbage stays"
+assert collections()[1:] == before[1:] and frozen > 1000
+"""
+
+
+def test_a_process_collects_garbage_after_more_objects_than_a_step_makes() -> None:
+    subprocess.run([sys.executable, "-c", COLLECTIONS], check=True, timeout=100)

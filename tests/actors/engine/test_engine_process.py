@@ -116,7 +116,7 @@ def sides(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(engine_process, "import_module", lambda name: side)
     monkeypatch.setattr(Session, "made", [], raising=False)
     monkeypatch.setattr(engine_process, "EngineSession", Session)
-    monkeypatch.setattr(engine_process, "keep_for_good", keep)
+    monkeypatch.setattr(engine_process, "set_up_garbage_collection", keep)
     return sides
 
 
