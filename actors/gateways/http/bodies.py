@@ -25,6 +25,7 @@ Efforts and budgets of thinking have other names in each API; ThinkingParams rea
 All of them become `reasoning_effort` and `max_thinking_tokens` of a GenerateRequest.
 """
 
+import codecs
 import json
 import math
 import re
@@ -53,7 +54,9 @@ def decode_json(body: bytes) -> dict[str, Any]:
         InvalidRequest: JSON, but no object.
     """
     try:
-        value = json.loads(body.decode("utf-8-sig"), object_pairs_hook=_object, parse_constant=_refuse)
+        value = json.loads(
+            body.removeprefix(codecs.BOM_UTF8).decode(), object_pairs_hook=_object, parse_constant=_refuse
+        )
     except UnicodeDecodeError:
         raise MalformedMessage("the body is not UTF-8; a compressed body is not read either") from None
     except RecursionError:
