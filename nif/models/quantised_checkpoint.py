@@ -18,7 +18,8 @@ no other code needs to know them. The files determine the quantised linears: lin
     fp8                 weight [n, k] in FP8, weight_scale_inv [n / 128, k / 128] or one number
     mxfp4               experts' NAME_blocks [experts, n, k / 32, 16] uint8, NAME_scales [experts, n, k / 32] uint8; the
                         rows of gate_up_proj are a gate and an up in turn
-    mlx                 weight [n, k / codes] uint32, scales and biases [n, groups]: a weight is scale * code + bias
+    mlx                 weight [n, k / codes] uint32, scales and biases [n, groups]: a weight is scale * code + bias;
+                        `switch_mlp` has those of all experts
     bitsandbytes        of 4 bits: weight, two codes a byte; weight.quant_map [16], weight.absmax, a factor for each
                         block of weights, and weight.quant_state, JSON; of 8 bits: weight [n, k] int8, SCB [n]
 
@@ -78,7 +79,8 @@ class QuantisedWeights:
         self._model = model
         self._files = files
         self._scheme = scheme
-        self._linears: dict[str, str] = {}  # of quantised linears, by the name of the weight: the linear's own
+        # Of quantised linears, by the name of the weight: the linear's own name, and which expert of it.
+        self._linears: dict[str, tuple[str, int | None]] = {}
         self._experts = _mxfp4_experts(model, files) if scheme.method == "mxfp4" else {}
         plain: list[str] = []
         for name in files.names():
@@ -86,7 +88,7 @@ class QuantisedWeights:
                 continue
             linear, _, part = name.rpartition(".")
             if part in _BESIDE[:3] or part == "weight_packed" or (part == "weight" and self._has_codes(name)):
-                self._linears[f"{linear}.weight"] = linear
+                self._linears |= self._weights_of(linear)
             elif part not in _BESIDE or (part.startswith("weight_") and self._is_plain(f"{linear}.weight")):
                 plain.append(name)  # beside plain numbers it is a name of its own, which nothing reads
         self._names = frozenset((*plain, *self._linears, *self._experts))
@@ -111,16 +113,24 @@ class QuantisedWeights:
         """As in `WeightSource`."""
         self._files.release()
 
+    def _weights_of(self, linear: str) -> dict[str, tuple[str, int | None]]:
+        start, stacked, projection = linear.rpartition(_STACKED)
+        if not stacked:
+            return {f"{linear}.weight": (linear, None)}
+        if start.endswith("block_sparse_moe"):  # Mixtral's names
+            projection = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}.get(projection, projection)
+        shape = self._files.shape(f"{linear}.scales")
+        return {f"{start}.experts.{i}.{projection}.weight": (linear, i) for i in range(shape[0] if shape else 0)}
+
     def _is_plain(self, name: str) -> bool:
         return name in self._files.names() and self._files.kind(name) in FLOAT_KINDS
 
     def _has_codes(self, name: str) -> bool:
-        beside = {f"{name}.quant_map", f"{name}_scale_2"}
+        beside = {f"{name}.quant_map", f"{name}_scale_2", f"{name.removesuffix('weight')}scales"}
         return self._files.kind(name) in ("I8", *_FP8_KINDS) or not beside.isdisjoint(self._files.names())
 
     def _form(self, name: str) -> "_Gptq | _Awq | _Packed | _Plain | _FourBits | _FourBitFloats | _Affine":
-        linear = self._linears[name]
-        parts = _Parts(self._model, self._files, linear, self._scheme)
+        parts = _Parts(self._model, self._files, name, *self._linears[name], self._scheme)
         if self._scheme.method == "gptq":
             return _Gptq(parts)
         if self._scheme.method == "awq":
@@ -135,6 +145,7 @@ class QuantisedWeights:
         return _Packed(parts) if parts.has("weight_packed") else _Plain(parts)
 
 
+_STACKED = ".switch_mlp."
 _BLOCKS, _EXPONENTS = "_blocks", "_scales"  # how the names of MXFP4's two tensors end
 _MX_GROUP = 32  # inputs that share an exponent
 
@@ -215,12 +226,15 @@ def _mxfp4_experts(model: str, files: SafetensorsWeights) -> dict[str, _Mxfp4Exp
 class _Parts:
     """The tensors of one linear, and the errors that name them."""
 
-    def __init__(self, model: str, files: SafetensorsWeights, linear: str, scheme: Quantisation) -> None:
+    def __init__(
+        self, model: str, files: SafetensorsWeights, name: str, linear: str, expert: int | None, scheme: Quantisation
+    ) -> None:
         self._model = model
         self._files = files
         self.linear = linear
+        self._expert = expert  # of tensors that have all experts
         self.scheme = scheme
-        self.name = f"{linear}.weight"
+        self.name = name
 
     def has(self, part: str) -> bool:
         return f"{self.linear}.{part}" in self._files.names()
@@ -239,7 +253,7 @@ class _Parts:
         if name not in self._files.names():
             beside = next(other for other in self._files.names() if other.startswith(f"{self.linear}."))
             raise ModelError(self._model, f"its weights lack {name}, which {self._files.file(beside)} has {beside} for")
-        shape, kind = self._files.shape(name), self._files.kind(name)
+        shape, kind = self._files.shape(name)[0 if self._expert is None else 1 :], self._files.kind(name)
         if kind not in kinds:
             raise self.fault(part, f"is of type {kind}, where {', '.join(kinds)} is needed")
         if dims is not None and (len(shape) != dims or 0 in shape):
@@ -252,7 +266,7 @@ class _Parts:
             raise self.fault(part, f"has the shape {list(shape)}, where {list(expected)} is needed")
 
     def read(self, part: str) -> torch.Tensor:
-        return self._files.part(f"{self.linear}.{part}")
+        return self._files.part(f"{self.linear}.{part}", self._expert)
 
     def scales(self, part: str) -> np.ndarray:
         """A part of finite numbers, float32."""

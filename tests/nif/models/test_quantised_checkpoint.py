@@ -428,6 +428,27 @@ def test_mlx_may_have_other_bits_in_some_linears_and_codes_that_float16_cannot_s
     served(checkpoint.directory).close()
 
 
+def test_mlx_has_all_experts_of_a_layer_in_one_tensor(make: MAKE) -> None:
+    checkpoint = make("mlx-4-64", "mixtral")
+    path = checkpoint.directory / "model.safetensors"
+    tensors = load_file(path)
+    for name in [name for name in tensors if ".experts.0." in name]:
+        start, rest = name.split(".experts.0.")
+        number, part = rest.split(".")
+        projection = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}[number]
+        stacked = torch.stack([tensors.pop(f"{start}.experts.{i}.{rest}") for i in range(3)])
+        tensors[f"{start}.switch_mlp.{projection}.{part}"] = stacked
+    save_file(tensors, path, {"format": "mlx"})
+    model = describe_model(str(checkpoint.directory))
+    assert model is not None and model.weights is not None
+    assert not [name for name in model.weights.names() if "switch_mlp" in name]
+    check(checkpoint).close()
+    tensors[f"{start}.switch_mlp.{projection}.biases"] = torch.zeros(2, 1, 1, dtype=torch.bfloat16)
+    save_file(tensors, path, {"format": "mlx"})
+    with pytest.raises(ModelError, match=rf"{start}.switch_mlp.{projection}.biases has the shape \[1, 1\]"):
+        served(checkpoint.directory)
+
+
 def test_codes_of_another_size_than_the_configuration_asks_for_are_refused(make: MAKE) -> None:
     directory = make("awq-32").directory
     edit_config(directory, intermediate_size=288)
