@@ -14,6 +14,7 @@ _REMEDY = (
 )
 CODE_BITS = (4, 8)
 """The bits of a code in groups."""
+_MLX_BITS = (2, 3, 4, 5, 6, 8)
 _FP8_METHODS = ("fp8", "fbgemm_fp8")
 _COMPRESSED_FORMATS = (
     *("pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "dense"),
@@ -175,7 +176,7 @@ class _Reading:
         for name, value in (("", self._fields), *self._fields.items()):
             if isinstance(value, Mapping):  # else false: the linear is plain
                 bits, group = value["bits"], int(value["group_size"])
-                if bits not in CODE_BITS or group < 1:
+                if bits not in _MLX_BITS or group < 1:
                     raise self._refused(f"bits is {bits!r} in groups of {group} of MLX")
                 sizes[name] = bits, group
         bits, group = sizes.pop("")

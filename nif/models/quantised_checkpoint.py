@@ -27,8 +27,8 @@ n are outputs, k inputs, `codes` as many as an int32 holds. A weight is scale * 
 Codes of 4 and 8 bits in groups of whole 32 inputs stay codes (`GROUP_KINDS`), and so do FP8 in E4M3 (`FP8_KINDS`) and
 NVFP4 (`FP4_KINDS`).
 Other codes are widened to float32, one matrix at a time: FP8 in E5M2, and groups that take their inputs from everywhere
-(`desc_act`). MLX's codes of 4 bits become GGUF's Q4_1. Its codes of 8 bits are widened to the type of their scales, and
-those of bitsandbytes to the type that their state names, as bitsandbytes does.
+(`desc_act`). MLX's codes of 4 bits become GGUF's Q4_1, and its others are widened to the type of their scales. Codes of
+bitsandbytes are widened to the type that their state names, as bitsandbytes does.
 """
 
 import json
@@ -378,7 +378,9 @@ class _Affine:
             blocks[:, :, 4:] = _halves(packed.reshape(outputs, -1, 16))
             return StoredTensor(parts.name, "Q4_1", self.shape, blocks.reshape(outputs, -1))
         each = np.repeat(factors, self._group, axis=1)
-        values = torch.from_numpy(_codes(packed, self._bits) * each[:, :, 0] + each[:, :, 1])
+        digits = np.unpackbits(packed, axis=1, bitorder="little").reshape(outputs, inputs, self._bits)
+        codes = np.packbits(digits, axis=2, bitorder="little")[:, :, 0]
+        values = torch.from_numpy(codes * each[:, :, 0] + each[:, :, 1])
         return stored(parts.name, values.to(parts.read("scales").dtype))
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from transformers import (
@@ -272,9 +273,11 @@ def mlx(
         least, most = groups.amin(2), groups.amax(2)
         scales, biases = ((most - least) / (2**bits - 1)).to(dtype), least.to(dtype)
         codes = ((groups - biases.float()[..., None]) / scales.float()[..., None]).round().clamp(0, 2**bits - 1).long()
-        words = pack(codes.reshape(len(weight), -1), bits).view(torch.uint32)
+        digits = (codes.reshape(len(weight), -1, 1) >> torch.arange(bits)) & 1
+        packed = np.packbits(digits.reshape(len(weight), -1).numpy().astype(np.uint8), axis=1, bitorder="little")
+        words = torch.from_numpy(packed).view(torch.uint32)
         values = codes.float() * scales.float()[..., None] + biases.float()[..., None]
-        if bits == 8:
+        if bits != 4:
             values = values.to(dtype).float()
         return {"weight": words, "scales": scales, "biases": biases}, values.reshape(weight.shape)
 
@@ -376,6 +379,8 @@ FORMATS: dict[str, Format] = {
     "modelopt-fp8": Format(fp8(None, "weight_scale"), {"quant_method": "modelopt", "quant_algo": "FP8"}),
     "mlx-4-64": Format(mlx(4, 64, torch.bfloat16), {"group_size": 64, "bits": 4}),
     "mlx-4-32-float16": Format(mlx(4, 32, torch.float16), {"group_size": 32, "bits": 4, "mode": "affine"}),
+    "mlx-3-64": Format(mlx(3, 64, torch.bfloat16), {"group_size": 64, "bits": 3}),
+    "mlx-6-32": Format(mlx(6, 32, torch.float16), {"group_size": 32, "bits": 6}),
     "mlx-8-64": Format(mlx(8, 64, torch.bfloat16), {"group_size": 64, "bits": 8}),
     "fp8-tensor": Format(fp8(None, "weight_scale"), {"quant_method": "fp8", "activation_scheme": "static"}),
     "fp8-block": Format(

@@ -299,8 +299,8 @@ def test_8_bit_activations_meet_the_same_codes(make: MAKE, form: str) -> None:
         ({"quant_method": "compressed-tensors", "format": "nvfp4a16"}, "format is 'nvfp4a16'"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "quant_algo is 'NVFP4_AWQ'"),
         ({"quant_method": "modelopt"}, "quant_algo is None"),
-        ({"bits": 6, "group_size": 64}, "bits is 6 in groups of 64 of MLX"),
-        ({"bits": 4, "group_size": 64, "x": {"bits": 3, "group_size": 64}}, "bits is 3 in groups of 64 of MLX"),
+        ({"bits": 7, "group_size": 64}, "bits is 7 in groups of 64 of MLX"),
+        ({"bits": 4, "group_size": 64, "x": {"bits": 1, "group_size": 64}}, "bits is 1 in groups of 64 of MLX"),
         ({"bits": 4, "group_size": 32, "mode": "mxfp4"}, "mode is 'mxfp4' of MLX"),
         (
             {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}},
