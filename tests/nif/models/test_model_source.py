@@ -346,7 +346,9 @@ def test_a_cache_that_cannot_be_written_is_no_traceback(
     named: PackagedGguf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GENBATCH_CACHE", "/proc/genbatch")  # read-only for everybody
-    with pytest.raises(ModelError, match=r"cache cannot be written .*; name another folder .* \$GENBATCH_CACHE"):
+    with pytest.raises(
+        ModelError, match=r"'tiny': the cache cannot be written .*; name another folder .* \$GENBATCH_CACHE"
+    ):
         resolve_model("tiny")
     install(tmp_path / "site", CONTENT)  # one that is installed needs none
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
