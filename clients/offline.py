@@ -4,7 +4,7 @@
     ids = [scheduler.add_request(prompt, max_new_tokens=32) for prompt in prompts]
     texts = scheduler.run()                    # or: while scheduler.has_unfinished(): scheduler.step()
 
-Requests may be added between two steps. They join the batch in mid decode and change no other output. An
+Requests may be added between two steps. They join the batch while others decode and change no other output. An
 InferenceEngine is a model with its KV cache, for programs that step it themselves. An InferenceSession is one
 generation: its tokens, and its end.
 """

@@ -203,7 +203,7 @@ class RaggedBatch:
     max_query_len: int
     max_kv_len: int
     state_rows: npt.NDArray[np.int64] | None = None  # [S] indices into the T tokens with requested hidden states
-    adapters: npt.NDArray[np.int64] | None = None  # [T] each token's adapter, 0: none; None: nobody has one
+    adapters: npt.NDArray[np.int64] | None = None  # [T] each token's adapter, 0 for none; None if no token has one
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ from genbatch.proto.validation import (
 class Lane(enum.Enum):
     """How a request travels to the Batcher."""
 
-    DOOR = "door"  # the gateway answers by itself
+    GATEWAY = "gateway"  # the gateway answers by itself
     WORK = "work"  # accepted, queued and charged to its caller
     TEXT = "text"  # waits for the tokenizer's thread; its text counts against the caller's share of memory
     CONTROL = "control"  # passes a full mailbox
@@ -96,7 +96,7 @@ class Method:
 ANSWER_TIMEOUT_S = 5.0
 
 _ROWS = (
-    Method("hello", HelloRequest, Hello, Lane.DOOR),
+    Method("hello", HelloRequest, Hello, Lane.GATEWAY),
     Method("generate", GenerateRequest, Result, Lane.WORK),
     Method("stream", GenerateRequest, Result, Lane.WORK, streams=True),
     Method("embed", EmbedRequest, Embeddings, Lane.WORK),

@@ -252,7 +252,7 @@ def check_types(request: GenerateRequest) -> None:
 
 
 def validate_request(request: GenerateRequest, limits: RequestLimits) -> None:
-    """Check the ranges and rules that need no model. The types are right: a door has checked them, or `check_types`.
+    """Check the ranges and rules that need no model. A gateway or `check_types` has checked the types.
 
     Raises:
         InvalidRequest: with the path of the first parameter at fault.
@@ -592,7 +592,7 @@ def _check_text(field: str, text: str, max_length: int | None = None) -> None:
 
 
 def validate_drawn(drawn: Sequence[DrawnTokens], request: GenerateRequest) -> None:
-    """Check the drawn tokens that a client brings with its request; the engine checks that they are the model's.
+    """Check the drawn tokens that a client sends with its request; the engine checks that they are the model's.
 
     Raises:
         InvalidRequest: with the path of the first fault.

@@ -142,7 +142,7 @@ class Embed:
 def validate_generate(message: Generate, limits: RequestLimits) -> None:
     """Validate a request on its arrival.
 
-    A door has already checked the types of a client's request. An in-process request is built in Python and unchecked.
+    A gateway has already checked the types of a client's request. A program's own request is unchecked.
 
     Raises:
         InvalidRequest: with the path of the first parameter at fault.

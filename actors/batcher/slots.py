@@ -127,7 +127,7 @@ def _drop(store: HostBlockStore, request_id: int) -> None:
     store.drop(request_id)
 
 
-# The number of first messages remembered until a second request brings the same one.
+# The number of first messages remembered until a second request has the same one.
 MAX_SEEN = 256
 
 

@@ -245,9 +245,9 @@ class Join(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="join"):
 
 
 class Listening(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="listening"):
-    """Listen for a door of the service with the socket that comes with this message (`ListeningSockets`)."""
+    """Let the gateway of this kind listen with the socket that comes with this message (`ListeningSockets`)."""
 
-    door: str
+    kind: str = msgspec.field(name="door")  # the name that services of earlier versions send and read
 
 
 class DrainAndStop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="drain_and_stop"):

@@ -22,7 +22,7 @@ A client that has closed its sending side may still read, or may be gone: only a
 in Leftovers and are served while no other client waits. So a flood of clients that connect, send a request and
 disappear costs one check each, and these clients delay only each other.
 
-Accounts: a connection costs a client nothing, so neither a connection nor a door has its own share of the service.
+Accounts: a connection costs a client nothing, so neither connections nor gateways have shares of their own.
 HTTP, RPC and ZeroMQ clients of one machine share one account (ADR 43). Clients with a key or a token have their
 tenant's account instead (`Caller.payer`).
 

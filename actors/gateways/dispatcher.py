@@ -269,7 +269,7 @@ class Dispatcher:
 
     async def _answer(self, method: Method, params: dict[Any, Any] | msgspec.Struct, caller: Caller) -> object:
         """Return the answer to an allowed call."""
-        # A door in this program passes a request made of checked values.
+        # A gateway in this program passes a request made of checked values.
         request = params if isinstance(params, method.request) else _typed(params, method)
         if method.validate is not None:
             method.validate(request)

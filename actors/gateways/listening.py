@@ -28,7 +28,7 @@ from genbatch.actors.gateways.addresses import (
 )
 from genbatch.actors.security.key_files import AddressError
 
-Door = Literal["zeromq", "rpc", "http", "metrics"]
+GatewayKind = Literal["zeromq", "rpc", "http", "metrics"]
 # Seconds. libzmq polls a queue although it cannot accept its connections now. Without a wait, this would fill a core.
 HOLD_S = 0.004
 _TIMEVAL = struct.Struct("@ll")
@@ -37,62 +37,62 @@ _ZEROMQ_HOSTS = {"*": "0.0.0.0", "localhost": "127.0.0.1"}
 
 
 class ListeningSockets:
-    """The sockets of a service, by door.
+    """The sockets of a service, by the kind of their gateway.
 
     Args:
-        addresses: the address of each door; None if each gateway gives its own address.
+        addresses: the address of each kind; None if each gateway gives its own address.
         inherited: sockets of the service that this one replaces.
     """
 
     def __init__(
         self,
-        addresses: Mapping[Door, str] | None = None,
-        inherited: Mapping[Door, Sequence[socket.socket]] | None = None,
+        addresses: Mapping[GatewayKind, str] | None = None,
+        inherited: Mapping[GatewayKind, Sequence[socket.socket]] | None = None,
     ) -> None:
-        self._owned: set[Door] = set()  # `close` removes the files of their Unix sockets
+        self._owned: set[GatewayKind] = set()  # `close` removes the files of their Unix sockets
         self._addresses = dict(addresses or {})
-        self._sockets = {door: list(sockets) for door, sockets in (inherited or {}).items()}
+        self._sockets = {kind: list(sockets) for kind, sockets in (inherited or {}).items()}
 
-    def __iter__(self) -> Iterator[tuple[Door, socket.socket]]:
-        """Yield each door with each of its sockets, to be copied."""
-        for door, sockets in self._sockets.items():
+    def __iter__(self) -> Iterator[tuple[GatewayKind, socket.socket]]:
+        """Yield each kind with each of its sockets, to be copied."""
+        for kind, sockets in self._sockets.items():
             for listening in sockets:
-                yield door, listening
+                yield kind, listening
 
-    def __contains__(self, door: Door) -> bool:
-        return door in self._sockets
+    def __contains__(self, kind: GatewayKind) -> bool:
+        return kind in self._sockets
 
     @property
-    def addresses(self) -> dict[Door, str]:
-        """The addresses of the open doors."""
+    def addresses(self) -> dict[GatewayKind, str]:
+        """The addresses that are open."""
         return {
-            door: address_of(address, self._sockets[door][0])
-            for door, address in self._addresses.items()
-            if door in self._sockets
+            kind: address_of(address, self._sockets[kind][0])
+            for kind, address in self._addresses.items()
+            if kind in self._sockets
         }
 
     async def open_all(self) -> None:
-        """Open every door that has an address; raises as `open` does."""
-        for door, address in self._addresses.items():
-            await self.open(door, address)
+        """Open every address; raises as `open` does."""
+        for kind, address in self._addresses.items():
+            await self.open(kind, address)
 
-    async def open(self, door: Door, address: str) -> None:
-        """Listen at a checked address, unless the door is open already.
+    async def open(self, kind: GatewayKind, address: str) -> None:
+        """Listen at a checked address, unless this kind has sockets already.
 
         Raises:
             AddressError: the operating system refuses, or another program listens there.
         """
-        if door not in self._sockets:
-            self._owned.add(door)
-            self._sockets[door] = await open_sockets(address, of_zeromq=door == "zeromq")
+        if kind not in self._sockets:
+            self._owned.add(kind)
+            self._sockets[kind] = await open_sockets(address, of_zeromq=kind == "zeromq")
 
-    def put(self, door: Door, listening: socket.socket) -> None:
+    def put(self, kind: GatewayKind, listening: socket.socket) -> None:
         """Add a socket that another process has opened."""
-        self._sockets.setdefault(door, []).append(listening)
+        self._sockets.setdefault(kind, []).append(listening)
 
-    def copies(self, door: Door) -> list[socket.socket]:
-        """Return copies of a door's sockets for a gateway, which closes them."""
-        return [listening.dup() for listening in self._sockets[door]]
+    def copies(self, kind: GatewayKind) -> list[socket.socket]:
+        """Return copies of the sockets for a gateway, which closes them."""
+        return [listening.dup() for listening in self._sockets[kind]]
 
     def own(self) -> None:
         """Own the files of all Unix sockets, so that `close` removes them: no other service uses them now."""
@@ -104,10 +104,10 @@ class ListeningSockets:
 
     def close(self) -> None:
         """Close the sockets, and remove the files of owned Unix sockets."""
-        for door, listening in self:
+        for kind, listening in self:
             path = listening.getsockname() if listening.family == socket.AF_UNIX else ""
             listening.close()
-            if path and door in self._owned:
+            if path and kind in self._owned:
                 Path(path).unlink(missing_ok=True)
         self._sockets.clear()
 

@@ -45,7 +45,7 @@ from genbatch.actors.gateways.addresses import (
     parse_http_address,
 )
 from genbatch.actors.gateways.dispatcher import Callee, Dispatcher
-from genbatch.actors.gateways.listening import Door, ListeningSockets
+from genbatch.actors.gateways.listening import GatewayKind, ListeningSockets
 from genbatch.actors.gateways.rpc_gateway import RPCGateway
 from genbatch.actors.gateways.zeromq_gateway import ZeroMQGateway
 from genbatch.actors.observing.observe import observe
@@ -148,15 +148,15 @@ class Listeners:
         msgpack-RPC continue their open requests at the other service.
         """
         self._is_retiring = True
-        for gateway in self._running:
-            gateway.retire()
+        for running in self._running:
+            running.retire()
         with trio.move_on_after(timeout_s) as scope:
             while any(gateway.num_connections for gateway in self._running):  # noqa: ASYNC110 - libzmq has no event for it
                 await trio.sleep(LOOK_S)
         if scope.cancelled_caught:
-            for door in (self._zeromq, self._rpc):
-                if door is not None:
-                    door.hand_over()
+            for gateway in (self._zeromq, self._rpc):
+                if gateway is not None:
+                    gateway.hand_over()
 
     @property
     def _running(self) -> list["ZeroMQGateway | RPCGateway | HTTPGateway"]:
@@ -181,7 +181,7 @@ class Listeners:
         """The addresses for clients, once the children have started."""
         addresses = [gateway.address for gateway in self._running if gateway is not self._metrics]
         if self._metrics is not None:
-            addresses.append(f"{self._metrics.address}/metrics")  # so that the two HTTP doors look different
+            addresses.append(f"{self._metrics.address}/metrics")  # so that the two HTTP addresses look different
         return tuple(addresses)
 
     def _new_zeromq(self) -> Task:
@@ -256,7 +256,7 @@ def check_listeners(options: ServiceOptions) -> Security:
         allowed_hosts=tuple(options.allowed_hosts),
         allowed_origins=tuple(options.allowed_origins),
     )
-    addresses = list(door_addresses(options).values())
+    addresses = list(gateway_addresses(options).values())
     if addresses and (files := allow_files(LEAST_FILES)) < LEAST_FILES:
         reason = f"this process may open {files} files, a service needs {LEAST_FILES} (`ulimit -n`)"
         raise AddressError(addresses[0], reason)
@@ -277,7 +277,7 @@ def check_start(
     """Check what the options name: the model's files, the template's, the scheduler, keys, and each address.
 
     Args:
-        sockets: sockets that are open already; the addresses of their doors need not be free.
+        sockets: sockets that are open already; their addresses need not be free.
 
     Raises:
         ModelError: there is no such file, or no model in it; an id of Hugging Face may still turn out to be none.
@@ -293,11 +293,11 @@ def check_start(
     if isinstance(batcher.scheduler, str):
         check_scheduler(batcher.scheduler)
     seen: set[str] = set()
-    for door, address in door_addresses(options).items():
+    for kind, address in gateway_addresses(options).items():
         if address in seen and not address.endswith((":0", ":*")):
             raise AddressError(address, "it is given twice; each protocol needs an address of its own")
         seen.add(address)
-        if sockets is None or door not in sockets:
+        if sockets is None or kind not in sockets:
             check_nobody_listens(address)
 
 
@@ -309,9 +309,9 @@ def _check_record(path: Path) -> None:
         raise OptionError("record", f"no file can be made in {path.parent}: it may not be written to")
 
 
-def door_addresses(options: ServiceOptions) -> dict[Door, str]:
+def gateway_addresses(options: ServiceOptions) -> dict[GatewayKind, str]:
     """Return the listening addresses as tcp://HOST:PORT, ipc://PATH or unix://PATH."""
-    addresses: dict[Door, str] = {}
+    addresses: dict[GatewayKind, str] = {}
     if options.bind is not None:
         addresses["zeromq"] = options.bind
     if options.rpc_bind is not None:
@@ -458,9 +458,9 @@ class GatewayProcess:
             self._nursery.start_soon(keep_returning_freed_memory)
             while True:
                 match await self._channel.receive():
-                    case Listening(door):
+                    case Listening(kind):
                         self._sockets = self._sockets or ListeningSockets()
-                        self._sockets.put(door, self._channel.take_socket())  # type: ignore[arg-type]  # one of ours
+                        self._sockets.put(kind, self._channel.take_socket())  # type: ignore[arg-type]  # one of ours
                     case StartGateway() as start:
                         self._nursery.start_soon(self._open, start)
                     case Join() as join:

@@ -387,8 +387,8 @@ class GatewayRunner:
 
     async def _start_child(self, child: ChildProcess) -> None:
         """Start the process; join it to the running engines before it listens."""
-        for door, listening in self._sockets or ():
-            await child.channel.send(Listening(door), listening.dup())
+        for kind, listening in self._sockets or ():
+            await child.channel.send(Listening(kind), listening.dup())
         start = self._start
         await child.channel.send(start)
         self._has_start = True

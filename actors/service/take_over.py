@@ -35,7 +35,7 @@ import trio
 
 from genbatch.actors.engine.child_process import ChannelError, ControlChannel, Listening
 from genbatch.actors.gateways.addresses import check_private, listen_at_file, prepare_socket_file, runtime_directory
-from genbatch.actors.gateways.listening import Door, ListeningSockets
+from genbatch.actors.gateways.listening import GatewayKind, ListeningSockets
 from genbatch.actors.security.key_files import AddressError
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ _UCRED: Final = struct.Struct("=3i")  # Linux's: process, user, group
 
 
 class EarlierService(msgspec.Struct, frozen=True, tag="running"):
-    """The earlier service's process, and the address of each of its doors.
+    """The earlier service's process, and the address of each of its gateways.
 
     Args:
         refusal: why it cannot be taken over; "" if it can.
@@ -133,7 +133,7 @@ class Succession:
             channel.close()
 
     async def _talk(self, channel: ControlChannel[Any]) -> None:
-        addresses = {str(door): address for door, address in self._sockets.addresses.items()}
+        addresses = {str(kind): address for kind, address in self._sockets.addresses.items()}
         await channel.send(EarlierService(os.getpid(), addresses, self._refusal))
         while (message := await channel.receive()) is not None:
             if self.leaving.is_set() or self._refusal:
@@ -145,8 +145,8 @@ class Succession:
                     return
                 self._successor = channel
                 self._sockets.disown()
-                for door, listening in self._sockets:
-                    await channel.send(Listening(door), listening.dup())
+                for kind, listening in self._sockets:
+                    await channel.send(Listening(kind), listening.dup())
                 await channel.send(Offered())
             elif self._successor is channel:
                 self.leaving.set()
@@ -163,7 +163,9 @@ class Predecessor:
         channel: the channel to it.
     """
 
-    def __init__(self, pid: int, sockets: Mapping[Door, list[socket.socket]], channel: ControlChannel[Any]) -> None:
+    def __init__(
+        self, pid: int, sockets: Mapping[GatewayKind, list[socket.socket]], channel: ControlChannel[Any]
+    ) -> None:
         self.pid = pid
         self.sockets = sockets
         self._channel = channel
@@ -176,7 +178,7 @@ class Predecessor:
 
 
 @asynccontextmanager
-async def find_predecessor(addresses: Mapping[Door, str]) -> AsyncIterator[Predecessor | None]:
+async def find_predecessor(addresses: Mapping[GatewayKind, str]) -> AsyncIterator[Predecessor | None]:
     """Yield the running service that has one of these addresses, or None. It keeps running until `leave`.
 
     Raises:
@@ -215,26 +217,26 @@ def _connect(path: Path) -> ControlChannel[Any] | None:
     return ControlChannel(end, ToLater)
 
 
-async def _ask(channel: ControlChannel[Any], addresses: Mapping[Door, str]) -> Predecessor | None:
+async def _ask(channel: ControlChannel[Any], addresses: Mapping[GatewayKind, str]) -> Predecessor | None:
     """Return the service at the other end of the channel, if it shares an address; else None."""
     with suppress(OSError, ChannelError), trio.move_on_after(ANSWER_S):
         running = await channel.receive()
         if not isinstance(running, EarlierService):
             return None
-        shared = _shared_doors(running, addresses)
+        shared = _shared_kinds(running, addresses)
         if not shared:
             return None
         if running.refusal:
             address = next(iter(shared.values()))
             raise AddressError(address, f"process {running.pid} cannot be taken over: {running.refusal}")
         await channel.send(AskForSockets())
-        sockets: dict[Door, list[socket.socket]] = {}
+        sockets: dict[GatewayKind, list[socket.socket]] = {}
         while True:
             match await channel.receive():
-                case Listening(door):
+                case Listening(kind):
                     listening = channel.take_socket()
-                    if door in shared:
-                        sockets.setdefault(door, []).append(listening)  # type: ignore[arg-type]  # a key of ours
+                    if kind in shared:
+                        sockets.setdefault(kind, []).append(listening)  # type: ignore[arg-type]  # a key of ours
                     else:
                         listening.close()
                 case Offered():
@@ -247,19 +249,19 @@ async def _ask(channel: ControlChannel[Any], addresses: Mapping[Door, str]) -> P
     return None
 
 
-def _shared_doors(running: EarlierService, addresses: Mapping[Door, str]) -> dict[str, str]:
-    """Return the doors that both services have at the same address.
+def _shared_kinds(running: EarlierService, addresses: Mapping[GatewayKind, str]) -> dict[str, str]:
+    """Return the kinds of gateways that both services have at the same address.
 
     Raises:
         AddressError: the running service has an address for another protocol.
     """
     shared: dict[str, str] = {}
-    for door, address in addresses.items():
+    for kind, address in addresses.items():
         for other, taken in running.addresses.items():
-            if address == taken and other != door:
-                raise AddressError(address, f"process {running.pid} serves {other} there, which cannot become {door}")
-        if running.addresses.get(door) == address:
-            shared[door] = address
+            if address == taken and other != kind:
+                raise AddressError(address, f"process {running.pid} serves {other} there, which cannot become {kind}")
+        if running.addresses.get(kind) == address:
+            shared[kind] = address
     return shared
 
 

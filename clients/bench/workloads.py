@@ -113,7 +113,7 @@ FIXED_OUTPUT = 64
 # Prompt tokens that a service prefills in a step, by default. While the last prompts are prefilled the first requests
 # decode already, so answers are longer by a token for each such step.
 PREFILL_STEP = 512
-# W6: requests in mid decode, and the prompt that then arrives. With its answer it fits a model of 8,192 positions.
+# W6: requests that decode, and a prompt that then arrives. With its answer it fits a model of 8,192 positions.
 DECODING_REQUESTS, DECODING_CONTEXT, DECODING_OUTPUT = 8, 128, 128
 LONG_PROMPT, LONG_OUTPUT, LONG_AFTER = 8000, 16, 32
 

@@ -22,7 +22,7 @@ from genbatch.actors.gateways.listening import ListeningSockets
 from genbatch.actors.observing.observe import log_event, observe, start_logging, start_tracing
 from genbatch.actors.runtime.supervisor import background
 from genbatch.actors.runtime.telemetry import Telemetry
-from genbatch.actors.service.gateway_process import check_start, door_addresses
+from genbatch.actors.service.gateway_process import check_start, gateway_addresses
 from genbatch.actors.service.on_demand import ModelCatalog, ModelOnDemand
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.take_over import Predecessor, Succession, find_predecessor
@@ -334,7 +334,7 @@ class Running(Protocol):
 @asynccontextmanager
 async def _listening(options: ServiceOptions) -> AsyncIterator[tuple[ListeningSockets, Predecessor | None]]:
     """Open the listening sockets; with `take_over`, get them from the service that runs already."""
-    addresses = door_addresses(options)
+    addresses = gateway_addresses(options)
     async with AsyncExitStack() as stack:
         predecessor = await stack.enter_async_context(find_predecessor(addresses)) if options.take_over else None
         inherited = None if predecessor is None else predecessor.sockets

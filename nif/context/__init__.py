@@ -1,4 +1,4 @@
-"""The native layer's door: a Context over a loaded Engine, and the runs of steps behind it."""
+"""The native layer's interface: a Context over a loaded Engine, and the runs of steps."""
 
 from genbatch.nif.context.context import Context
 

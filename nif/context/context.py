@@ -1,4 +1,4 @@
-"""Context: the one stateful door to a model, its paged KV cache and its forward pass.
+"""Context: the interface to a model, its paged KV cache and its forward pass; it has all state.
 
     model = load_model("smollm2")
     ctx = Context(model, open_runner(model), n_ctx=8192, n_parallel=8)
@@ -523,7 +523,7 @@ class Context:
                     self.runner.copy_blocks(group, pairs)
             laid_out = layout()
             if laid_out.state_rows is not None:
-                assert isinstance(self.runner, StateRunner), "nobody asks a runner without states for them"
+                assert isinstance(self.runner, StateRunner), "a runner without states is not asked for them"
                 logits, hidden = self.runner.forward_states(laid_out)
                 result = read(logits, None, hidden)
             elif follower is not None:

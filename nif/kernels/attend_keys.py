@@ -10,7 +10,7 @@ import triton.language as tl
 
 _MIN_DOT_ROWS = 16  # the smallest extent that tl.dot takes
 SHARE = 256
-"""Keys of a share near the beginning; with fewer, joining costs more than the parallelism brings."""
+"""Keys of a share near the beginning; with fewer, joining costs more than the parallelism saves."""
 _FLAT_SHARES = tl.constexpr(32)  # of this size; behind them
 _SHARES_PER_DOUBLING = tl.constexpr(16)  # of twice the size, then of four times the size, ...
 _DOUBLINGS = tl.constexpr(17)  # reach 2**30 positions

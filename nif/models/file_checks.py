@@ -343,7 +343,7 @@ def check_complete(
     for name, parameter in parameters.items():
         _check_shape(source, name, weights.shape(stored[name]), parameter)
     used = {stored[name] for name in parameters}.union(*pairs.values())
-    for layer in kv_sources(config):  # files have keys and values of such layers, which nobody reads
+    for layer in kv_sources(config):  # files have keys and values of such layers, and they are not read
         start = tensors.layer.format(layer)
         used |= {f"{start}{name}.weight" for name in (*tensors.qkv[1:], tensors.k_norm)}
     if architecture.mtp is not None:

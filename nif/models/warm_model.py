@@ -142,7 +142,7 @@ def kept_model(source: str, files: ModelSource, dtype: str, describe: Callable[[
         )
     except ModelError:
         raise
-    except Exception as fault:  # its digest is right, and so somebody has written nonsense
+    except Exception as fault:  # the digest is right, so the file was written with wrong content
         log.warning("the description of %s in %s is not used: %r", files.name, path, fault)
         return None
 

@@ -1,4 +1,4 @@
-"""Compiles the C files for this machine, once, into the cache directory. A wheel brings compiled libraries.
+"""Compiles the C files for this machine, once, into the cache directory. A wheel has compiled libraries.
 
 If compiling is impossible, NativeUnavailable makes the model run in torch.
 """

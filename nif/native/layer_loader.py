@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 
 _I8_GROUP = 64  # inputs that share a scale
-I8_HEAD_GROUP = 32  # the head decides between near ties: the finer scale brings two thirds of int8's loss back
+I8_HEAD_GROUP = 32  # the head decides between near ties: the finer scale saves two thirds of int8's loss
 
 
 def keeps_8_bits(layer: int, num_layers: int) -> bool:

@@ -160,7 +160,7 @@ class NativeRunner:
         self._engine = self._library.engine_create(ctypes.byref(self._shape), caches, self._n_threads)
         if not self._engine:
             raise MemoryError("cannot allocate the native engine")
-        # A runner that nobody closed stops its threads once it is garbage. At a program's end a step may still run.
+        # A runner that was not closed stops its threads once it is garbage. At a program's end a step may still run.
         self._destroy = weakref.finalize(self, self._library.engine_destroy, self._engine)
         self._destroy.atexit = False
 

@@ -15,7 +15,7 @@ import torch
 class SideStream:
     """A CUDA stream for copies, beside the compute stream: the current stream of the thread that makes this object.
 
-    On a CPU a SideStream does nothing, as every operation is done when it returns.
+    On a CPU a SideStream does nothing, because every operation is done when it returns.
 
     Args:
         device: where the kernels run.

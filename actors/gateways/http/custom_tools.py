@@ -43,7 +43,7 @@ def as_function(tool: dict[str, Any], path: str, reader: Fields) -> dict[str, An
         argument["pattern"] = f"^(?:{definition})$"
         function["strict"] = True
     elif syntax == "lark":
-        # The input stands in a JSON text, which a grammar of the input itself does not match.
+        # The model writes the input as JSON text, and a grammar of the input does not match this text.
         reader.ignore(f"{path}.format")
     if syntax and (described is None or isinstance(described, str)):
         described = f"{described or ''}\n\nThe input must match this {syntax}:\n{definition}".lstrip()

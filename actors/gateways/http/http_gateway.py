@@ -46,7 +46,7 @@ from genbatch.actors.gateways.http.batch_runner import BatchRunner
 from genbatch.actors.gateways.http.batch_store import BatchStore
 from genbatch.actors.gateways.http.bodies import Refusal, api_response
 from genbatch.actors.gateways.http.service_calls import HTTPCalls, OpenCalls
-from genbatch.actors.gateways.listening import Door, ListeningSockets, as_listeners
+from genbatch.actors.gateways.listening import GatewayKind, ListeningSockets, as_listeners
 from genbatch.actors.security.key_files import AddressError
 from genbatch.actors.security.security import Security, check_bind
 from genbatch.proto.errors import EngineError, GenbatchError
@@ -440,7 +440,7 @@ class HTTPGateway:
         sockets: the listening sockets; None opens a socket for this gateway alone.
     """
 
-    _door: Door = "http"
+    _kind: GatewayKind = "http"
 
     def __init__(
         self,
@@ -509,10 +509,10 @@ class HTTPGateway:
     async def _listen(self) -> list[trio.SocketListener]:
         requested = self._requested
         try:
-            await self._sockets.open(self._door, requested.tcp)
+            await self._sockets.open(self._kind, requested.tcp)
         except AddressError as error:  # an unknown host name is an OSError, too
             raise AddressError(self.address, error.reason) from error
-        listening = self._sockets.copies(self._door)
+        listening = self._sockets.copies(self._kind)
         port = listening[0].getsockname()[1]
         self.address = HTTPAddress(requested.host, port).url(tls=self._tls is not None)
         return as_listeners(listening)
@@ -571,7 +571,7 @@ class HTTPGateway:
 class MetricsGateway(HTTPGateway):
     """Serves only counters and health, to every client that reaches the address."""
 
-    _door = "metrics"
+    _kind = "metrics"
 
     def _make_app(self, calls: HTTPCalls, security: Security, *, strict: bool) -> ASGIApp:
         return make_metrics_app(calls)

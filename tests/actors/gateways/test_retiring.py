@@ -16,7 +16,7 @@ from genbatch import RPCClient, SyncRPCClient, SyncZeroMQClient, ZeroMQClient
 from genbatch.actors.gateways.addresses import parse_http_address
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.http.http_gateway import HTTPGateway
-from genbatch.actors.gateways.listening import Door, ListeningSockets
+from genbatch.actors.gateways.listening import GatewayKind, ListeningSockets
 from genbatch.actors.gateways.rpc_gateway import RPCGateway
 from genbatch.actors.gateways.zeromq_gateway import ZeroMQGateway
 from genbatch.actors.runtime.actor import start
@@ -41,7 +41,7 @@ class Pair:
 
 @asynccontextmanager
 async def pair(directory: Path, kind: str) -> AsyncIterator[Pair]:
-    door: Door = "zeromq" if kind in ("ipc", "zeromq") else "http" if kind == "http" else "rpc"
+    door: GatewayKind = "zeromq" if kind in ("ipc", "zeromq") else "http" if kind == "http" else "rpc"
     at = f"{kind}://{directory / 'socket'}" if kind in ("ipc", "unix") else "tcp://127.0.0.1:0"
     batchers = [ScriptedBatcher(), ScriptedBatcher()]
     with trio.fail_after(PATIENCE_S):
@@ -63,7 +63,7 @@ async def pair(directory: Path, kind: str) -> AsyncIterator[Pair]:
         first.close()
 
 
-def new_gateway(door: Door, dispatcher: Dispatcher, sockets: ListeningSockets) -> Any:
+def new_gateway(door: GatewayKind, dispatcher: Dispatcher, sockets: ListeningSockets) -> Any:
     address = sockets.addresses[door]
     if door == "zeromq":
         return ZeroMQGateway(dispatcher, address, sockets=sockets)

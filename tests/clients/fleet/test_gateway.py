@@ -14,7 +14,7 @@ from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.fleet.routing import ScaleRule
 from genbatch.actors.gateways.listening import ListeningSockets
 from genbatch.actors.runtime.supervisor import background
-from genbatch.actors.service.gateway_process import door_addresses
+from genbatch.actors.service.gateway_process import gateway_addresses
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.processes import open_processes
 from genbatch.actors.service.take_over import Succession, find_predecessor
@@ -98,7 +98,7 @@ async def test_a_gateway_takes_over_from_another_of_its_fleet_and_streams_of_bot
     services = Services(f"ipc://{tmp_path}/replica.sock")
     options = FleetOptions(rule=ScaleRule(min_replicas=1, max_replicas=1))
     service = ServiceOptions(bind=f"ipc://{tmp_path}/fleet.sock")
-    addresses, long = door_addresses(service), {"max_tokens": 200, "ignore_eos": True}
+    addresses, long = gateway_addresses(service), {"max_tokens": 200, "ignore_eos": True}
     with trio.fail_after(ENGINE_PATIENCE_S):
         async with AsyncExitStack() as stack:
             engine = EngineOptions(model_path=str(tiny_model_dir("llama")), dtype="float32", n_gpu_layers=0, n_ctx=1024)
