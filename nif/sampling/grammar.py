@@ -1,6 +1,7 @@
 """Grammars: a constraint that follows an answer token by token, and conversion to llguidance's form."""
 
 import json
+import re
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
@@ -114,6 +115,9 @@ class GrammarConstraint:
 
 def one_line(message: str) -> str:
     """Shorten llguidance's message to one line for an error message."""
+    _, found, reason = message.rpartition("failed to compile JSON schema: ")
+    if found:  # drop the quoted lines: the caller has not written the grammar that the schema is a part of
+        message = re.split(r"\n *\d+ \| ", reason)[0]
     plain = message.replace("<non-verbose/>", "").replace("NoExtensionBias", "no token may come next")
     text = " ".join(plain.split())
     return text if len(text) <= MAX_MESSAGE else text[:MAX_MESSAGE] + "…"

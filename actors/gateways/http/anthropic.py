@@ -155,6 +155,7 @@ def _conversation(fields: CountFields, reader: Fields) -> tuple[dict[str, Any], 
         if isinstance(kind, str) and kind != "custom":
             reader.ignore(f"tools[{index}].{kind}")  # the service offers such a tool and cannot run it
             continue
+        names[f"tools[{len(offered)}].parameters"] = f"tools[{index}].input_schema"
         names[f"tools[{len(offered)}]"] = f"tools[{index}]"
         offered.append(_tool(tool, f"tools[{index}]", reader))
     if offered:

@@ -101,6 +101,8 @@ def asks(arguments: str, name: str = "f", call_id: str = "a") -> dict[str, Any]:
         (MESSAGES, {"messages": USER, "max_tokens": 1, "response_format": {"type": "json_object"}}, "response_format"),
         (MESSAGES, {"messages": USER, "max_tokens": 1, "tools": [{"type": "web_search_20250305", "name": "w"}],
                     "tool_choice": {"type": "tool", "name": "w"}}, "tool_choice.name"),
+        (MESSAGES, {"messages": USER, "max_tokens": 1, "tools": [{"name": "f", "input_schema": {"type": "array"}}]},
+         "tools[0].input_schema"),
         (MESSAGES, {"messages": USER, "max_tokens": 1, "stop_sequences": [""]}, "stop_sequences[0]"),
         (MESSAGES, {"messages": USER, "max_tokens": 1, "output_format": {"type": "json_schema", "schema": {}},
                     "output_config": {"format": {"type": "json_schema", "schema": {"a": 1}}}}, "output_format"),
