@@ -30,6 +30,7 @@ from genbatch.actors.gateways.http.service_calls import (
     TokenNames,
     with_headers,
 )
+from genbatch.actors.runtime.sleeper import Sleeper
 from genbatch.actors.runtime.supervisor import background
 from genbatch.proto.errors import DeadlineExceeded, EngineError, GenbatchError, InvalidRequest, Unavailable
 from genbatch.proto.messages import Choice, Result, Token
@@ -113,7 +114,8 @@ class TokenQueue:
         self.has_ended = False
         self._on_overflow = on_overflow
         self._waiting: list[tuple[int, Token]] = []
-        self._changed = trio.Event()
+        self._reader = Sleeper()
+        self._heartbeat_at = trio.current_time() + HEARTBEAT_S  # when the stream will have been silent for too long
 
     def put(self, choice: int, token: Token) -> None:
         """Add the next token of a choice; do not block or raise."""
@@ -121,7 +123,7 @@ class TokenQueue:
             self._on_overflow()
             return
         self._waiting.append((choice, token))
-        self._changed.set()
+        self._reader.wake()
 
     def end(self, results: Sequence[Result]) -> None:
         """End the queue after the last token."""
@@ -133,22 +135,32 @@ class TokenQueue:
         self.error = error
         self._end()
 
-    async def take(self, until: float) -> list[tuple[int, Token]]:
-        """Return all waiting tokens with their choices; wait for a token, the end or a time, so the list may be empty.
-
-        Args:
-            until: seconds on the event loop's clock.
-        """
-        if not self._waiting and not self.has_ended:
-            with trio.CancelScope(deadline=until):
-                await self._changed.wait()
-        self._changed = trio.Event()
+    async def take(self) -> list[tuple[int, Token]]:
+        """Wait for a token, the end or the time of a heartbeat; return all waiting tokens with their choices."""
+        while not (self._waiting or self.has_ended or self.is_silent):
+            await self._reader
         taken, self._waiting = self._waiting, []
         return taken
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether no event was sent for too long, so that a heartbeat is due."""
+        return trio.current_time() >= self._heartbeat_at
+
+    def sent(self) -> None:
+        """Note that an event was sent."""
+        self._heartbeat_at = trio.current_time() + HEARTBEAT_S
+
+    async def beat(self) -> None:
+        """Wake the reader whenever a heartbeat is due, until cancelled. A deadline for each token would cost more."""
+        while True:
+            await trio.sleep_until(self._heartbeat_at)
+            self._reader.wake()
+            await trio.sleep(HEARTBEAT_S / 4)  # the reader may be sending
+
     def _end(self) -> None:
         self.has_ended = True
-        self._changed.set()
+        self._reader.wake()
 
 
 ReadBody = Callable[[dict[str, Any], Fields], HTTPRequest]
@@ -295,6 +307,7 @@ class Generating:
             # guard: a client that leaves its stream, HTTP
             nursery.start_soon(cancel_when_gone, receive, nursery.cancel_scope)
             nursery.start_soon(produce)
+            nursery.start_soon(queue.beat)
             await _write(queue, answer, self.stream_type, send)
 
 
@@ -321,8 +334,7 @@ class Responses(Generating):
 
 async def _write(queue: TokenQueue, answer: HTTPAnswer, content_type: bytes, send: Send) -> None:
     """Send the events until the end; an error before the first event is raised, and a later error is the last event."""
-    next_heartbeat = trio.current_time() + HEARTBEAT_S
-    taken = await queue.take(next_heartbeat)
+    taken = await queue.take()
     if not taken and queue.error is not None:
         raise queue.error
     headers = [(b"content-type", content_type), *_STREAM_HEADERS]
@@ -330,12 +342,13 @@ async def _write(queue: TokenQueue, answer: HTTPAnswer, content_type: bytes, sen
     try:
         while taken or not queue.has_ended:
             events = b"".join([await answer.events(choice, tokens) for choice, tokens in _grouped(taken)])
-            if not events and trio.current_time() >= next_heartbeat:
+            if not events and queue.is_silent:
                 events = answer.heartbeat()
+                queue.sent()
             if events:
                 await send({"type": "http.response.body", "body": events, "more_body": True})
-                next_heartbeat = trio.current_time() + HEARTBEAT_S
-            taken = await queue.take(next_heartbeat)
+                queue.sent()
+            taken = await queue.take()
         if queue.error is not None:
             raise queue.error
         last = answer.ending(queue.results)
