@@ -25,6 +25,14 @@ PER_TOKEN_S = 0.002
 # Seconds of processor time for finding forced tokens, in place of `FIRST_S`.
 FORCING_S = 0.01
 MAX_MESSAGE = 300  # characters; llguidance's messages quote the whole grammar
+# Parts of llguidance's messages, and what they mean for a caller.
+_PLAIN = {
+    "<non-verbose/>": "",
+    "NoExtensionBias": "no token may come next",
+    "Enable 'coerce_one_of' option to approximate oneOf with anyOf": (
+        "Write anyOf, or require a property with a const of its own in each branch"
+    ),
+}
 
 
 class GrammarConstraint:
@@ -118,8 +126,9 @@ def one_line(message: str) -> str:
     _, found, reason = message.rpartition("failed to compile JSON schema: ")
     if found:  # drop the quoted lines: the caller has not written the grammar that the schema is a part of
         message = re.split(r"\n *\d+ \| ", reason)[0]
-    plain = message.replace("<non-verbose/>", "").replace("NoExtensionBias", "no token may come next")
-    text = " ".join(plain.split())
+    for theirs, ours in _PLAIN.items():
+        message = message.replace(theirs, ours)
+    text = " ".join(message.split())
     return text if len(text) <= MAX_MESSAGE else text[:MAX_MESSAGE] + "…"
 
 

@@ -197,6 +197,7 @@ def test_a_state_is_a_function_of_its_tokens_however_often_it_is_prepared(
         ("json_schema", '{"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}', "no token may come next"),
         # A schema must not switch the check off.
         ("json_schema", '{"x-guidance": {"lenient": true}, "type": "array", "uniqueItems": true}', "uniqueItems"),
+        ("json_schema", '{"oneOf": [{"minLength": 1}, {"type": "string"}]}', "Write anyOf, or require a property"),
         ("lark", 'start: j\nj: %json {"type": "zz"}', "^Invalid type: zz$"),
         ("grammar", "start: nowhere", "nowhere"),
         ("grammar", "hello", "Failed to convert"),
