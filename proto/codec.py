@@ -20,7 +20,7 @@ import msgspec
 
 from genbatch.proto.errors import FrameTooLarge, GenbatchError, InvalidRequest, MalformedMessage
 from genbatch.proto.messages import GenerateRequest
-from genbatch.proto.validation import check_type
+from genbatch.proto.validation import check_type, is_deeper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +150,6 @@ class MessageSplitter:
 _walker = msgspec.msgpack.Decoder(msgspec.Raw)
 _trusting = msgspec.msgpack.Decoder()
 _encoder = msgspec.msgpack.Encoder()
-_CONTAINERS = {list, dict}
 # An array's length, a small integer and the longest integer fit, however they are written. The unpacker would reserve
 # a mebibyte otherwise.
 HEAD_BYTES = 32
@@ -236,7 +235,7 @@ def decode(data: bytes, limits: DecodeLimits | None) -> Any:
     except (ValueError, TypeError, msgpack.UnpackException) as error:  # a limit, an extension type, a key, no UTF-8
         raise MalformedMessage(str(error)) from None
     # guard: cap on nesting
-    if _is_deeper(value, limits.max_nesting):
+    if is_deeper(value, limits.max_nesting):
         raise MalformedMessage(f"nested more than {limits.max_nesting} deep")
     return value
 
@@ -323,15 +322,3 @@ class _Containers:
 def _refuse_extension(code: int, data: bytes) -> None:
     """Refuse an extension type; one without content passes the limit on lengths."""
     raise ValueError(f"extension type {code}")
-
-
-def _is_deeper(value: object, room: int) -> bool:
-    """Return whether containers are nested more than `room` deep."""
-    if not isinstance(value, list | dict):
-        return False
-    if room == 0:
-        return True
-    elements: Iterable[object] = value.values() if isinstance(value, dict) else value
-    if _CONTAINERS.isdisjoint(map(type, elements)):  # stays in C for long lists of token ids
-        return False
-    return any(_is_deeper(element, room - 1) for element in elements)

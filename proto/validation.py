@@ -237,6 +237,18 @@ def num_characters(value: object) -> int:
     return 0
 
 
+def is_deeper(value: object, levels: int) -> bool:
+    """Return whether lists and dictionaries are nested more than `levels` deep."""
+    if not isinstance(value, list | dict):
+        return False
+    if levels == 0:
+        return True
+    elements = value.values() if isinstance(value, dict) else value
+    if {list, dict}.isdisjoint(map(type, elements)):  # stays in C for long lists of token ids
+        return False
+    return any(is_deeper(element, levels - 1) for element in elements)
+
+
 def check_types(request: GenerateRequest) -> None:
     """Check the types of a request that a program has made: a Struct's constructor checks none.
 

@@ -8,8 +8,8 @@
         seat.settle()
         ...  # the client is served
 
-    room = MessageRoom(MAX_HALF_MESSAGES)               # the memory of unfinished messages
-    with room.share(give_up) as share:
+    budget = MessageBudget(MAX_HALF_MESSAGES)           # the memory of unfinished messages
+    with budget.share(give_up) as share:
         share.holds(1000)
 
 Accepting: a connection costs a gateway half a millisecond, mostly for tasks and scopes. A client that connects and
@@ -287,24 +287,24 @@ MAX_HALF_MESSAGES = 32 * 2**20
 
 
 class Share:
-    """The unfinished message of one connection; made by `MessageRoom.share`.
+    """The unfinished message of one connection; made by `MessageBudget.share`.
 
     Args:
         give_up: drops the connection's unfinished message at once, and ends the connection soon.
     """
 
-    __slots__ = ("_room", "give_up")
+    __slots__ = ("_budget", "give_up")
 
-    def __init__(self, room: "MessageRoom", give_up: Callable[[], None]) -> None:
-        self._room = room
+    def __init__(self, budget: "MessageBudget", give_up: Callable[[], None]) -> None:
+        self._budget = budget
         self.give_up = give_up
 
     def holds(self, num_bytes: int) -> None:
         """Set the bytes of the connection's unfinished message."""
-        self._room.put(self, num_bytes)
+        self._budget.put(self, num_bytes)
 
 
-class MessageRoom:
+class MessageBudget:
     """Bounds the unfinished messages of all connections: above the limit, the longest unchanged ones are given up.
 
     So a flood of endless messages pushes itself out, and a message that arrives without a pause gets in.

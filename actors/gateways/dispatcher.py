@@ -95,7 +95,7 @@ class Caller:
         return self.client if self.tenant is None else tenant_account(self.tenant)
 
 
-class TextRoom:
+class TextBudget:
     """Bounds the text in open calls.
 
     A client above its share gets a retry hint, and its text is not kept. In-process callers, with the client name "",
@@ -218,9 +218,9 @@ class Dispatcher:
         self._of_fleet = of_fleet
         self.max_calls = MAX_GATEWAY_CALLS if of_fleet else MAX_CALLS
         # The tokenizer has one thread, and prompts wait for it in the Batcher's queue.
-        self._texts = TextRoom(MAX_TEXT_BYTES, MAX_TEXTS_BYTES, MAX_TEXT_CALLS, "read")
+        self._texts = TextBudget(MAX_TEXT_BYTES, MAX_TEXTS_BYTES, MAX_TEXT_CALLS, "read")
         self._turns = TextTurns()
-        self._requests = TextRoom(MAX_REQUEST_BYTES, MAX_REQUESTS_BYTES, None, "answered")
+        self._requests = TextBudget(MAX_REQUEST_BYTES, MAX_REQUESTS_BYTES, None, "answered")
 
     @staticmethod
     def streams(name: str) -> bool:

@@ -24,7 +24,7 @@ import trio
 from genbatch.actors.gateways.accepting import (
     MAX_HALF_MESSAGES,
     ConnectionLimit,
-    MessageRoom,
+    MessageBudget,
     Peer,
     Seat,
     Share,
@@ -105,7 +105,7 @@ class RPCConnection:
         stream: a connected stream, after its TLS handshake if it has one.
         dispatcher: runs the methods.
         host: hosts the calls' tasks.
-        room: bounds its unfinished messages, together with other connections.
+        budget: bounds its unfinished messages, together with other connections.
         peer: its name and its account.
         rules: how its client gets in.
     """
@@ -116,7 +116,7 @@ class RPCConnection:
         dispatcher: Dispatcher,
         host: CallHost,
         *,
-        room: MessageRoom,
+        budget: MessageBudget,
         peer: Peer,
         rules: HelloRules = NO_HELLO,
     ) -> None:
@@ -127,7 +127,7 @@ class RPCConnection:
         self._stream = stream
         self._dispatcher = dispatcher
         self._calls = host
-        self._room = room
+        self._budget = budget
         self._authenticate = rules.authenticate
         self._asks_for_hello = rules.asks_for_hello or rules.authenticate is not None
         self._hello_by = trio.current_time() + HELLO_S
@@ -149,7 +149,7 @@ class RPCConnection:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._write, nursery.cancel_scope)
                 is_there = True
-                with self._reading, self._room.share(self._give_up_message) as share:
+                with self._reading, self._budget.share(self._give_up_message) as share:
                     is_there = await self._read(share)
                 self._splitter.clear()  # now, since this object would be freed late
                 if is_there:
@@ -171,7 +171,7 @@ class RPCConnection:
     def _give_up_message(self) -> None:
         """Drop an endless message, since other connections need its memory."""
         error = Unavailable(
-            f"unfinished messages take {self._room.max_bytes} bytes", retry_after_ms=RETRY_AFTER_FULL_MS
+            f"unfinished messages take {self._budget.max_bytes} bytes", retry_after_ms=RETRY_AFTER_FULL_MS
         )
         self.refuse(self._splitter.head(), error)
         self._splitter.clear()
@@ -371,7 +371,7 @@ class RPCGateway:
         self._connections: set[RPCConnection] = set()
         self._names = count(1)
         self._limit = ConnectionLimit(max_connections())
-        self._room = MessageRoom(MAX_HALF_MESSAGES)
+        self._budget = MessageBudget(MAX_HALF_MESSAGES)
         self._calls: CallHost
 
     @property
@@ -455,7 +455,7 @@ class RPCGateway:
                     )
                     peer = Peer(f"rpc:{next(self._names)}", account_of_socket(stream.socket))
                     connection = RPCConnection(
-                        secured, self._dispatcher, self._calls, room=self._room, peer=peer, rules=rules
+                        secured, self._dispatcher, self._calls, budget=self._budget, peer=peer, rules=rules
                     )
                     await self._host(connection, seat)
         except Exception:  # a bug of ours ends one connection, not the gateway

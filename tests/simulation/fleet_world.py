@@ -19,7 +19,7 @@ from genbatch.actors.batcher.messages import Generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.fleet.fleet import FleetLimits
 from genbatch.actors.fleet.routing import ScaleRule
-from genbatch.actors.gateways.accepting import MAX_HALF_MESSAGES, MessageRoom, Peer
+from genbatch.actors.gateways.accepting import MAX_HALF_MESSAGES, MessageBudget, Peer
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.rpc_gateway import SWEEP_S, RPCConnection, check_connection
 from genbatch.actors.gateways.session import CallHost
@@ -131,7 +131,7 @@ class SimGateway:
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     clients: list[End] = field(default_factory=list)
     calls: trio.Nursery | None = None
-    room: MessageRoom = field(default_factory=lambda: MessageRoom(MAX_HALF_MESSAGES))
+    budget: MessageBudget = field(default_factory=lambda: MessageBudget(MAX_HALF_MESSAGES))
 
 
 class FleetWorld:
@@ -321,7 +321,7 @@ class FleetWorld:
         assert one.gateway is not None
         dispatcher = Dispatcher(one.gateway.fleet)
         async with trio.open_nursery() as calls:
-            connection = RPCConnection(end, dispatcher, CallHost(calls), peer=Peer(name, name), room=one.room)
+            connection = RPCConnection(end, dispatcher, CallHost(calls), peer=Peer(name, name), budget=one.budget)
             calls.start_soon(self._sweep, connection)
             await connection.run()
             calls.cancel_scope.cancel()

@@ -19,7 +19,7 @@ import trio
 
 from genbatch.actors.batcher.batcher import Batcher
 from genbatch.actors.batcher.options import BatcherOptions
-from genbatch.actors.gateways.accepting import MAX_HALF_MESSAGES, MessageRoom, Peer
+from genbatch.actors.gateways.accepting import MAX_HALF_MESSAGES, MessageBudget, Peer
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.rpc_gateway import SWEEP_S, RPCConnection, check_connection
 from genbatch.actors.gateways.session import CallHost
@@ -123,7 +123,7 @@ class SimService:
     async def start(self) -> None:
         self.ref = await start(self.nursery, self.batcher, name="batcher")
         self._dispatcher = Dispatcher(self.ref)
-        self._room = MessageRoom(MAX_HALF_MESSAGES)
+        self._budget = MessageBudget(MAX_HALF_MESSAGES)
 
     def connect(self, name: str) -> SimCaller:
         """A new connection to the gateway."""
@@ -148,7 +148,9 @@ class SimService:
 
     async def _serve(self, end: End, name: str) -> None:
         async with trio.open_nursery() as calls:
-            connection = RPCConnection(end, self._dispatcher, CallHost(calls), peer=Peer(name, name), room=self._room)
+            connection = RPCConnection(
+                end, self._dispatcher, CallHost(calls), peer=Peer(name, name), budget=self._budget
+            )
             calls.start_soon(self._sweep, connection)
             await connection.run()
             calls.cancel_scope.cancel()

@@ -12,7 +12,7 @@ import trio
 from genbatch.actors.batcher.batcher import Batcher
 from genbatch.actors.engine.link import EngineSession
 from genbatch.actors.engine.remote_batcher import RemoteBatcher
-from genbatch.actors.gateways.accepting import MAX_HALF_MESSAGES, MessageRoom, Peer
+from genbatch.actors.gateways.accepting import MAX_HALF_MESSAGES, MessageBudget, Peer
 from genbatch.actors.gateways.dispatcher import Dispatcher
 from genbatch.actors.gateways.rpc_gateway import RPCConnection
 from genbatch.actors.gateways.session import CallHost
@@ -133,7 +133,7 @@ class DyingGateways:
         try:
             link = RemoteBatcher(OPTIONS, lambda reason: pytest.fail(reason))
             await self._gateway.start(link.run)
-            self._dispatcher, self._room = Dispatcher(link), MessageRoom(MAX_HALF_MESSAGES)
+            self._dispatcher, self._budget = Dispatcher(link), MessageBudget(MAX_HALF_MESSAGES)
             self._nursery.start_soon(EngineSession(self._engine, theirs).run)
             models = await self._engine.call(ModelsRequest(), timeout=None)
             link.join(ours, models)  # type: ignore[arg-type]  # a pipe in the place of a socket
@@ -146,7 +146,7 @@ class DyingGateways:
     async def _serve(self, end: End) -> None:
         async with trio.open_nursery() as calls:
             peer = Peer("client", "client")
-            await RPCConnection(end, self._dispatcher, CallHost(calls), peer=peer, room=self._room).run()
+            await RPCConnection(end, self._dispatcher, CallHost(calls), peer=peer, budget=self._budget).run()
             calls.cancel_scope.cancel()
 
 

@@ -18,7 +18,7 @@ from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.stepper import EngineFault
 from genbatch.actors.engine.link import EngineConnection, EngineSession
 from genbatch.actors.engine.remote_batcher import CANCEL_GRACE_S, RemoteBatcher
-from genbatch.actors.gateways.accepting import MAX_HALF_MESSAGES, MessageRoom, Peer
+from genbatch.actors.gateways.accepting import MAX_HALF_MESSAGES, MessageBudget, Peer
 from genbatch.actors.gateways.dispatcher import Caller, Dispatcher
 from genbatch.actors.gateways.rpc_gateway import SWEEP_S, RPCConnection, check_connection
 from genbatch.actors.gateways.session import CallHost
@@ -249,7 +249,7 @@ class World:
         self._link = TracedLink(self)
         await nursery.start(self._link.run)
         self._dispatcher = Dispatcher(self._link, of_fleet=self._of_fleet)
-        self._room = MessageRoom(MAX_HALF_MESSAGES)
+        self._budget = MessageBudget(MAX_HALF_MESSAGES)
         nursery.start_soon(self._run_engines)
         nursery.start_soon(self._harass)
 
@@ -284,7 +284,9 @@ class World:
 
     async def _serve(self, end: End, name: str) -> None:
         async with trio.open_nursery() as calls:
-            connection = RPCConnection(end, self._dispatcher, CallHost(calls), peer=Peer(name, name), room=self._room)
+            connection = RPCConnection(
+                end, self._dispatcher, CallHost(calls), peer=Peer(name, name), budget=self._budget
+            )
             calls.start_soon(self._sweep, connection)
             await connection.run()
             calls.cancel_scope.cancel()

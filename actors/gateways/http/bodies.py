@@ -39,11 +39,10 @@ from starlette.responses import Response
 
 from genbatch.proto.errors import GenbatchError, InvalidRequest, MalformedMessage, from_wire
 from genbatch.proto.messages import Effort, GenerateRequest
-from genbatch.proto.validation import check_type
+from genbatch.proto.validation import check_type, is_deeper
 
 # The most objects and arrays inside one another; the schema of an answer is the deepest useful value.
 MAX_NESTING = 64
-_CONTAINERS = {list, dict}
 
 
 def decode_json(body: bytes) -> dict[str, Any]:
@@ -65,7 +64,7 @@ def decode_json(body: bytes) -> dict[str, Any]:
         raise MalformedMessage(f"the body is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise InvalidRequest(None, "the body must be a JSON object")
-    if _is_deeper(value, MAX_NESTING):
+    if is_deeper(value, MAX_NESTING):
         raise MalformedMessage(f"the body is nested more than {MAX_NESTING} deep")
     return value
 
@@ -79,17 +78,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no number in JSON")
-
-
-def _is_deeper(value: object, room: int) -> bool:
-    if not isinstance(value, list | dict):
-        return False
-    if room == 0:
-        return True
-    elements = value.values() if isinstance(value, dict) else value
-    if _CONTAINERS.isdisjoint(map(type, elements)):  # stays in C for long lists of token ids
-        return False
-    return any(_is_deeper(element, room - 1) for element in elements)
 
 
 to_json = msgspec.json.Encoder().encode

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from genbatch.actors.batcher.messages import RETRY_AFTER_DRAIN_MS
-from genbatch.actors.gateways.accepting import MAX_HALF_MESSAGES, MessageRoom, Seat, account_of_host
+from genbatch.actors.gateways.accepting import MAX_HALF_MESSAGES, MessageBudget, Seat, account_of_host
 from genbatch.actors.gateways.dispatcher import RETRY_AFTER_FULL_MS, Caller, Dispatcher
 from genbatch.actors.gateways.http.bodies import Refusal, api_response
 from genbatch.actors.security.key_files import bearer_token
@@ -277,7 +277,7 @@ class Front:
         self._only_loopback = only_loopback
         self._hosts = frozenset(host.lower() for host in hosts)
         self._origins = frozenset(origin.rstrip("/").lower() for origin in origins)
-        self._room = MessageRoom(MAX_HALF_MESSAGES)
+        self._budget = MessageBudget(MAX_HALF_MESSAGES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request to its endpoint, or answer it with the refusal."""
@@ -290,7 +290,7 @@ class Front:
                 return
         try:
             caller = self._caller(scope)
-            body = await _read(receive, self._room)
+            body = await _read(receive, self._budget)
         except GenbatchError as error:
             await api_response(error, scope["path"])(scope, receive, send)
             return
@@ -381,7 +381,7 @@ def _without_port(host: str) -> str:
     return name if colon and port.isdecimal() else host
 
 
-async def _read(receive: Receive, room: MessageRoom) -> bytes:
+async def _read(receive: Receive, budget: MessageBudget) -> bytes:
     """Return the whole body.
 
     Raises:
@@ -391,7 +391,7 @@ async def _read(receive: Receive, room: MessageRoom) -> bytes:
     """
     body = bytearray()  # a list of tiny chunks would take ten times their bytes
     given_up = trio.CancelScope()
-    with given_up, room.share(given_up.cancel) as share, trio.move_on_after(BODY_TIMEOUT_S):
+    with given_up, budget.share(given_up.cancel) as share, trio.move_on_after(BODY_TIMEOUT_S):
         while True:
             message = await receive()
             body += message["body"]
@@ -403,5 +403,5 @@ async def _read(receive: Receive, room: MessageRoom) -> bytes:
             # guard: half bodies of strangers
             share.holds(len(body))
     if given_up.cancelled_caught:
-        raise Unavailable(f"unfinished bodies take {room.max_bytes} bytes", retry_after_ms=RETRY_AFTER_FULL_MS)
+        raise Unavailable(f"unfinished bodies take {budget.max_bytes} bytes", retry_after_ms=RETRY_AFTER_FULL_MS)
     raise Refusal(408, "timeout", f"the body did not arrive within {BODY_TIMEOUT_S:g} s")

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from genbatch.actors.gateways.accepting import ConnectionLimit, MessageRoom, max_connections
+from genbatch.actors.gateways.accepting import ConnectionLimit, MessageBudget, max_connections
 
 
 def test_a_newcomer_pushes_out_the_one_that_was_silent_longest() -> None:
@@ -50,7 +50,7 @@ def test_who_was_busy_is_a_newcomer_again_and_the_last_to_go() -> None:
 
 
 def test_the_half_message_that_has_not_grown_for_longest_makes_room_for_others() -> None:
-    room = MessageRoom(100)
+    room = MessageBudget(100)
     pushed: list[int] = []
     with ExitStack() as stack:
         shares = [stack.enter_context(room.share(partial(pushed.append, index))) for index in range(4)]

@@ -16,7 +16,7 @@ import trio
 import trio.testing
 from starlette.applications import Starlette
 
-from genbatch.actors.gateways.accepting import MessageRoom
+from genbatch.actors.gateways.accepting import MessageBudget
 from genbatch.actors.gateways.addresses import check_http
 from genbatch.actors.gateways.http import generating, http_gateway, service_calls
 from genbatch.actors.gateways.http.service_calls import Front
@@ -555,8 +555,8 @@ async def test_odd_headers_are_answered_and_no_fault_of_the_service(
 
 @pytest.mark.trio
 async def test_bodies_that_do_not_end_share_a_bound_which_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    room = MessageRoom(100_000)
-    monkeypatch.setattr(service_calls, "MessageRoom", lambda _: room)
+    room = MessageBudget(100_000)
+    monkeypatch.setattr(service_calls, "MessageBudget", lambda _: room)
     monkeypatch.setattr(http_gateway, "MAX_UNREAD_S", 0.05)
     content = json.dumps({"prompt": "a b", "user": "x" * 30_000}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n".encode()
