@@ -237,6 +237,9 @@ def num_characters(value: object) -> int:
     return 0
 
 
+_CONTAINERS = {list, dict}
+
+
 def is_deeper(value: object, levels: int) -> bool:
     """Return whether lists and dictionaries are nested more than `levels` deep."""
     if not isinstance(value, list | dict):
@@ -244,7 +247,7 @@ def is_deeper(value: object, levels: int) -> bool:
     if levels == 0:
         return True
     elements = value.values() if isinstance(value, dict) else value
-    if {list, dict}.isdisjoint(map(type, elements)):  # stays in C for long lists of token ids
+    if _CONTAINERS.isdisjoint(map(type, elements)):  # stays in C for long lists of token ids
         return False
     return any(is_deeper(element, levels - 1) for element in elements)
 
