@@ -10,8 +10,9 @@ its request_id. No line holds text of a prompt or of an answer.
 
 import logging
 import os
+import select
 from collections.abc import Callable, Mapping, MutableMapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
@@ -85,7 +86,9 @@ def start_logging(log_format: LogFormat | None = None, level: LogLevel | None = 
 
 
 class _LineHandler(logging.StreamHandler[TextIO]):
-    """Writes to standard error.
+    """Writes to standard error, but drops records while its reader does not read.
+
+    A program that starts a service with a pipe and never reads it would stop the service once the pipe is full.
 
     On a terminal a record replaces the current line, such as the progress bar of another process, which is drawn again
     below the record.
@@ -94,6 +97,27 @@ class _LineHandler(logging.StreamHandler[TextIO]):
     def __init__(self) -> None:
         super().__init__()
         self._start = _CLEAR_LINE if self.stream.isatty() else ""
+        self._num_dropped = 0
+        self._room: select.poll | None = None
+        with suppress(OSError):  # some streams, such as a test's, have no descriptor
+            number = self.stream.fileno()
+            self._room = select.poll()
+            self._room.register(number, select.POLLOUT)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the record, and how many were dropped before it."""
+        if self._is_full():
+            self._num_dropped += 1
+            return
+        if self._num_dropped:
+            text = f"{self._num_dropped} lines of the log were dropped: its reader did not read"
+            self._num_dropped = 0
+            super().emit(logging.LogRecord(record.name, logging.WARNING, "", 0, text, None, None))
+        super().emit(record)
+
+    def _is_full(self) -> bool:
+        """Whether a write may wait: a pipe has no room for PIPE_BUF bytes, or a terminal is stopped."""
+        return self._room is not None and not self._room.poll(0)
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as a line."""

@@ -108,6 +108,22 @@ def test_logging_that_is_started_twice_says_everything_once(capsys: pytest.Captu
     assert len(written(capsys)) == 1
 
 
+def test_lines_are_dropped_and_counted_while_nobody_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, written_end = os.pipe()
+    os.set_blocking(written_end, False)  # else a handler that writes to the full pipe would wait for ever
+    with open(read, "rb", buffering=0) as pipe, open(written_end, "w", encoding="utf-8") as stream:  # noqa: PTH123
+        monkeypatch.setattr(sys, "stderr", stream)
+        start_logging("text", "info")
+        for number in range(5000):
+            log_event("asked", number=number)
+        before = pipe.read(2**20).decode().splitlines()
+        log_event("asked", number=5000)
+        after = pipe.read(2**20).decode().splitlines()
+    assert all(line.endswith(f"number={number}") for number, line in enumerate(before))
+    assert f"{5000 - len(before)} lines of the log were dropped" in after[0]
+    assert after[1].endswith("number=5000") and len(after) == 2
+
+
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_on_a_terminal_a_line_takes_the_place_of_a_bar(is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     class Screen(io.StringIO):
