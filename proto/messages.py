@@ -125,11 +125,10 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Range(NamedTuple):
-    """The allowed values of a parameter: from `low`, or above `low`, to `high`."""
+    """The allowed values of a parameter, ends included."""
 
     low: float
     high: float
-    above: bool = False
 
 
 # Larger counts are mistakes, and do not fit the integers of the native layer.
@@ -158,7 +157,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             fewer, and where it is None.
         temperature: 0 is greedy, otherwise the logits' divisor; finite, >= 0; None is the model's own.
         top_k: draw among the k most likely tokens; 0 is off.
-        top_p: draw among the fewest most likely tokens that hold this share, 0 < top_p <= 1; 1 is off.
+        top_p: draw among the fewest most likely tokens that hold this share, 0 <= top_p <= 1; 0 takes the most
+            likely one, 1 is off.
         min_p: draw among tokens at least this fraction as likely as the likeliest, 0 <= min_p <= 1; 0 is off.
         repetition_penalty: divides the logits of tokens seen in prompt or output; 1e-9 to 1e9, 1 is off.
         presence_penalty: taken once from the logits of tokens in the output; -2 to 2, 0 is off.
@@ -210,7 +210,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_tokens: int | None = None
     temperature: Annotated[float | None, Range(0, math.inf)] = None
     top_k: Annotated[int | None, Range(0, MAX_COUNT)] = None
-    top_p: Annotated[float | None, Range(0, 1, above=True)] = None
+    top_p: Annotated[float | None, Range(0, 1)] = None
     min_p: Annotated[float | None, Range(0, 1)] = None
     repetition_penalty: Annotated[float | None, Range(1 / MAX_REPETITION, MAX_REPETITION)] = None
     presence_penalty: Annotated[float, Range(-MAX_PENALTY, MAX_PENALTY)] = 0.0

@@ -540,8 +540,8 @@ def _check_deadline(request: GenerateRequest | EmbedRequest | ScoreRequest, limi
 
 
 def _check_sampling(request: GenerateRequest, limits: RequestLimits) -> None:
-    for name, (low, high, above) in SAMPLING_RANGES.items():
-        _check_given_range(name, getattr(request, name), low, high, above=above)
+    for name, (low, high) in SAMPLING_RANGES.items():
+        _check_given_range(name, getattr(request, name), low, high)
     _check_count("logit_bias", len(request.logit_bias or ()), limits.max_logit_bias)
     for token_id, bias in (request.logit_bias or {}).items():
         _check_range(f"logit_bias[{token_id}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
@@ -575,10 +575,10 @@ def _check_stopping(request: GenerateRequest, limits: RequestLimits) -> None:
         _check_text(f"bad_words[{index}]", text, limits.max_stop_length)
 
 
-def _check_given_range(field: str, value: float | None, low: float, high: float, *, above: bool = False) -> None:
+def _check_given_range(field: str, value: float | None, low: float, high: float) -> None:
     """Check a range as `_check_range` does; None is allowed."""
     if value is not None:
-        _check_range(field, value, low, high, above=above)
+        _check_range(field, value, low, high)
 
 
 def _check_range(field: str, value: float, low: float, high: float, *, above: bool = False) -> None:

@@ -96,7 +96,7 @@ class Admission:
         # guard: a client's share of the queue
         if mine + num_sequences > most + load.free_slots:
             raise QueueFull(
-                f"this client has {mine} waiting requests; at most {most:g} may wait: the others are for other clients",
+                f"this client has {mine} waiting requests; at most {most:g} may wait, so that others find room",
                 retry_after_ms=self._retry_ms(
                     self._turns(mine + num_sequences - most - load.free_slots, client, load), load
                 ),

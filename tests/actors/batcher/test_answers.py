@@ -260,7 +260,7 @@ BAD_REQUESTS: list[tuple[dict[str, Any], type[GenbatchError], str | None]] = [
     ({"prompt": "a", "temperature": -0.5}, InvalidRequest, "temperature"),
     ({"prompt": "a", "temperature": float("nan")}, InvalidRequest, "temperature"),
     ({"prompt": "a", "temperature": True}, InvalidRequest, "temperature"),
-    ({"prompt": "a", "top_p": 0.0}, InvalidRequest, "top_p"),
+    ({"prompt": "a", "top_p": -0.1}, InvalidRequest, "top_p"),
     ({"prompt": "a", "top_k": -1}, InvalidRequest, "top_k"),
     ({"prompt": "a", "stop": [""]}, InvalidRequest, "stop[0]"),
     ({"prompt": "a", "stop_token_ids": [400]}, InvalidRequest, "stop_token_ids[0]"),
@@ -323,6 +323,7 @@ async def test_what_a_request_does_not_say_of_drawing_is_the_models_own(tiny_mod
         assert (await bench.generate(**asked)).token_ids == drawn
         assert (await bench.generate(**asked, temperature=5.0)).token_ids == hotter
         assert (await bench.generate(**asked, temperature=0.0)).token_ids == penalized
+        assert (await bench.generate(**asked, temperature=5.0, top_p=0.0)).token_ids == penalized
         off = {"temperature": 0.0, "top_k": 0, "repetition_penalty": 1.0}
         assert (await bench.generate(**asked, **off)).token_ids == greedy
         same = await bench.ref.call(Generate(GenerateRequest(**asked | {"seed": None}), beam_width=2), timeout=None)
