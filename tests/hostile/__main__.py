@@ -29,8 +29,8 @@ from statistics import median
 import httpx2
 import trio
 
+from genbatch import RPCClient, ZeroMQClient
 from genbatch.actors.security.curve_keys import KeyStore
-from genbatch.clients import RPCClient, ZeroMQClient
 from genbatch.clients.bench.runs import percentile
 from genbatch.proto.errors import GenbatchError
 from tests.actors.service.running_service import RunningService

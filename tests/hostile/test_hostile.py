@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import trio
 
+from genbatch import RPCClient
 from genbatch.actors.batcher.journal import Journal
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.security.curve_keys import KeyStore
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.service import open_service
-from genbatch.clients import RPCClient
 from genbatch.nif.engine_options import EngineOptions
 from tests.actors.gateways.scripted_batcher import PATIENCE_S, served
 from tests.hostile.__main__ import main as measure_kinds
@@ -99,16 +99,22 @@ async def test_who_comes_newly_in_a_flood_of_connections_gets_in(
 async def test_beside_a_hostile_client_every_step_gives_an_innocent_stream_its_token(
     tiny_model_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    steps: list[set[int]] = []  # of each step those that take part, if they are the innocent's
+    steps: list[set[int]] = []  # of each step the innocent's sequences that it gave a token
     kept: list[object] = []  # so that no two have the same id
-    stepped = Journal.stepped
+    stepped, generated = Journal.stepped, Journal.generated
 
-    def count(journal: Journal, batch: list[Any], num_tokens: int, seconds: float) -> None:
-        steps.append({id(planned.owner) for planned in batch if planned.owner.max_new_tokens == TOKENS})
-        kept.extend(planned.owner for planned in batch)
-        stepped(journal, batch, num_tokens, seconds)
+    def begin(journal: Journal, num_entries: int, num_tokens: int, seconds: float) -> None:
+        steps.append(set())
+        stepped(journal, num_entries, num_tokens, seconds)
 
-    monkeypatch.setattr(Journal, "stepped", count)
+    def count(journal: Journal, sequence: Any, num_tokens: int = 1) -> None:
+        if sequence.max_new_tokens == TOKENS:
+            steps[-1].add(id(sequence))
+            kept.append(sequence)
+        generated(journal, sequence, num_tokens)
+
+    monkeypatch.setattr(Journal, "stepped", begin)
+    monkeypatch.setattr(Journal, "generated", count)
     store = KeyStore(tmp_path / "keys")
     mine = Place(f"{tmp_path}/rpc.sock", store.new_token("innocent"))
     token = store.new_token("hostile")

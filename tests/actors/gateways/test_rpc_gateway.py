@@ -260,7 +260,7 @@ async def test_messages_without_an_end_share_a_bound_which_is_given_back(
     begin = b"\x94\x00\x07\xa8generate\x91\x81\xa6prompt\xdb\x00\x03\xe8\x00"  # 256,000 bytes follow
     async with served(tmp_path, "unix") as service, AsyncExitStack() as stack:
         assert isinstance(service.gateway, RPCGateway)
-        room, most = service.gateway._room, 0
+        budget, most = service.gateway._budget, 0
         honest = await stack.enter_async_context(connected(service))
         await honest.tell(begin)
         flood = []
@@ -270,7 +270,7 @@ async def test_messages_without_an_end_share_a_bound_which_is_given_back(
             await socket.tell(begin + bytes(200_000))
             await honest.tell(b"x" * 1000)
             await trio.testing.wait_all_tasks_blocked()
-            most = max(most, room.num_bytes)
+            most = max(most, budget.num_bytes)
         connections = list(service.gateway._connections)
         assert 800_000 < most <= 1_000_000
         for socket in flood[:7]:
@@ -281,7 +281,7 @@ async def test_messages_without_an_end_share_a_bound_which_is_given_back(
         await stack.aclose()
         while service.gateway._connections:
             await trio.testing.wait_all_tasks_blocked()
-        assert room.num_bytes == 0
+        assert budget.num_bytes == 0
         assert not any(connection._splitter.num_held for connection in connections)
 
 
