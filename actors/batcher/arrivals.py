@@ -389,7 +389,7 @@ class Encoded:
 
 
 class Arrivals:
-    """The requests whose prompt or grammar a thread works on. The length counts their sequences.
+    """The requests that a thread tokenizes or compiles a grammar for. The length counts their sequences.
 
     `take`, `compiled` and `encoded` return the request once it has its sequences.
 

@@ -591,7 +591,7 @@ class Intake:
             if value is None:
                 value = own.get(name, default)
             drawn[name] = value if default is None else type(default)(value)
-        if drawn["top_p"] == 0:  # the fewest tokens that hold nothing: OpenAI's API takes it as greedy
+        if drawn["top_p"] == 0:  # OpenAI's API takes 0 as greedy
             drawn |= {"temperature": 0.0, "top_p": 1.0}
         return SamplingParams(seed=seed, suppress=stop_ids, **drawn)
 

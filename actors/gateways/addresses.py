@@ -110,7 +110,7 @@ def socket_path(address: str, rest: str) -> Path:
         AddressError: the path is missing or too long.
     """
     if not rest:
-        raise AddressError(address, "it needs the path of a file, whose permissions keep others out")
+        raise AddressError(address, "it needs the path of a file: the file's permissions keep others out")
     path = Path(rest).absolute()
     if len(os.fsencode(path)) > MAX_PATH_BYTES:
         raise AddressError(address, f"the path has more than {MAX_PATH_BYTES} bytes")
@@ -190,7 +190,7 @@ def check_address(option: str, address: str, *, lacking: Sequence[str]) -> Path 
     if transport != with_file:
         raise AddressError(address, f"the address must start with {with_file}:// or tcp://")
     if transport == "ipc" and rest.startswith(("@", "*")):
-        raise AddressError(address, "ipc:// needs the path of a file, whose permissions keep others out")
+        raise AddressError(address, "ipc:// needs the path of a file: the file's permissions keep others out")
     return socket_path(address, rest)
 
 

@@ -210,8 +210,8 @@ def attend_keys(
 
 
 @triton.jit
-def _as(numbers, kind: tl.constexpr):
-    """Cached numbers in the query's type; they have it already unless the cache is in FP8."""
+def _converted(numbers, kind: tl.constexpr):
+    """Convert cached numbers to the query's type. Without FP8 they have this type already."""
     if numbers.dtype.is_fp8():
         numbers = numbers.to(tl.float32).to(kind)  # Triton 3.6 has no way from fp8 to bfloat16 on 8.9
     return numbers
@@ -256,7 +256,7 @@ def _attend_tile(
         # `block_stride` is a whole number of heads, so rows begin at multiples of 16 elements and loads are wide.
         offsets = tl.multiple_of(offsets, 16)
     key = tl.load(key_ptr + offsets[None, :] + dims[:, None], mask=readable[None, :] & in_head[:, None], other=0.0)
-    scores = tl.dot(query, _as(key, query.dtype), input_precision="ieee") * scale
+    scores = tl.dot(query, _converted(key, query.dtype), input_precision="ieee") * scale
     if HAS_SOFTCAP:
         # tanh(x) = 1 - 2 / (exp(2x) + 1), which neither overflows nor needs a device library.
         scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E) / softcap) + 1.0))
@@ -276,7 +276,7 @@ def _attend_tile(
     value = tl.load(value_ptr + offsets[:, None] + dims[None, :], mask=readable[:, None] & in_head[None, :], other=0.0)
     total = total * correction + tl.sum(weights, 1)
     output = output * correction[:, None]
-    output += tl.dot(weights.to(query.dtype), _as(value, query.dtype), input_precision="ieee")
+    output += tl.dot(weights.to(query.dtype), _converted(value, query.dtype), input_precision="ieee")
     return output, new_maximum, total
 
 

@@ -69,7 +69,7 @@ def check_source(source: str) -> None:
 
 
 def check_sources(options: EngineOptions) -> None:
-    """Refuse options that name a model, a draft model or a chat template that cannot be there; asks no network.
+    """Refuse options that name a missing model, draft model or chat template, without asking a network.
 
     Raises:
         ModelError: as in `check_source`.

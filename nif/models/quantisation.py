@@ -59,7 +59,7 @@ def quantisation_of(source: str, config: Any, directory: Path) -> Quantisation |
     where = "quantization_config"
     stated = getattr(config, where, None) or getattr(config, "compression_config", None)
     if stated is None and (stated := getattr(config, "quantization", None)) is not None:
-        where = "quantization"  # of MLX's first tools
+        where = "quantization"  # the field of older MLX checkpoints
     if stated is None and (directory / "quantize_config.json").is_file():
         where = "quantize_config.json"
         stated = {"quant_method": "gptq", **read_object(source, directory / where)}
@@ -88,7 +88,7 @@ class _Reading:
         method = str(self._fields.get("quant_method", ""))
         known = {"gptq": self._gptq, "awq": self._awq, "compressed-tensors": self._compressed, "mlx": self._mlx}
         if not method and {"bits", "group_size"} <= self._fields.keys():
-            method = "mlx"  # which names none
+            method = "mlx"  # its configurations name no method
         if method in ("mxfp4", "bitsandbytes"):
             return Quantisation(method)
         if method in _FP8_METHODS:

@@ -129,19 +129,19 @@ class QuantisedWeights:
         beside = {f"{name}.quant_map", f"{name}_scale_2", f"{name.removesuffix('weight')}scales"}
         return self._files.kind(name) in ("I8", *_FP8_KINDS) or not beside.isdisjoint(self._files.names())
 
-    def _form(self, name: str) -> "_Gptq | _Awq | _Packed | _Plain | _FourBits | _FourBitFloats | _Affine":
+    def _form(self, name: str) -> "_Gptq | _Awq | _Packed | _Plain | _Bitsandbytes | _E2m1 | _Mlx":
         parts = _Parts(self._model, self._files, name, *self._linears[name], self._scheme)
         if self._scheme.method == "gptq":
             return _Gptq(parts)
         if self._scheme.method == "awq":
             return _Awq(parts)
         if self._scheme.method == "mlx":
-            return _Affine(parts)
+            return _Mlx(parts)
         if parts.has("weight.quant_map"):
-            return _FourBits(parts)
+            return _Bitsandbytes(parts)
         for codes in ("weight_packed", "weight"):
             if parts.has(codes) and parts.kind(codes) == "U8":
-                return _FourBitFloats(parts, codes)
+                return _E2m1(parts, codes)
         return _Packed(parts) if parts.has("weight_packed") else _Plain(parts)
 
 
@@ -353,7 +353,7 @@ class _Awq:
         return _Groups(4, halves, parts.scales("scales").T, zeros, self._group).stored(parts.name, inputs)
 
 
-class _Affine:
+class _Mlx:
     """MLX: codes along the inputs, and a scale and a bias for each group."""
 
     def __init__(self, parts: _Parts) -> None:
@@ -495,7 +495,7 @@ class _Plain:
 _NV_GROUP = 16  # inputs that share a scale of NVFP4
 
 
-class _FourBitFloats:
+class _E2m1:
     """NVFP4, or compressed-tensors' MXFP4: two codes of E2M1 a byte, the first in the low half."""
 
     def __init__(self, parts: _Parts, codes: str) -> None:
@@ -522,7 +522,7 @@ class _FourBitFloats:
             return StoredTensor(parts.name, "MXFP4", self.shape, blocks)
         parts.scales("weight_scale")  # refuses NaN
         whole = parts.scales(self._whole).reshape(1)
-        if self._whole == "weight_global_scale":  # which divides
+        if self._whole == "weight_global_scale":  # the scales are divided by it
             if whole == 0:
                 raise parts.fault(self._whole, "is zero, and divides the scales")
             whole = np.float32(1) / whole
@@ -539,7 +539,7 @@ _STATE = "weight.quant_state.bitsandbytes__"
 _TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-class _FourBits:
+class _Bitsandbytes:
     """bitsandbytes: NF4 or FP4, in blocks of consecutive weights. The factors of the blocks may be codes themselves."""
 
     def __init__(self, parts: _Parts) -> None:

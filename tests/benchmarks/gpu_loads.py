@@ -99,7 +99,7 @@ def open_context(
 
 
 def begin_decodes(model: Model, plan: Plan, batch_size: int, **formats: str) -> Context:
-    """A context of so many sequences whose prompts are evaluated; the formats are those of `Precision`."""
+    """A context with so many sequences, after their prompts. `formats` are the arguments of `Precision`."""
     context = open_context(model, plan, batch_size, plan.context + plan.steps + 1, batch_size, **formats)
     draw = random.Random(batch_size)
     for seq_id in range(batch_size):

@@ -164,7 +164,7 @@ def with_rows(weights: ModelWeights, rows: Sequence[int]) -> tuple[list[np.ndarr
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_that_nobody_asks_for_change_nothing(described: Callable[[str, str], Any], name: str) -> None:
-    """Their keys and states are written all the same; the other rows may come in any order, and twice."""
+    """A step may ask for some rows, in any order and twice. All keys and states are written, and no logit changes."""
     weights = ModelWeights(described(name, "float32"))
     everything, after = with_rows(weights, range(13))
     for rows in ([12, 5, 0, 1, 2, 5], [7, 8, 2], []):
