@@ -29,6 +29,7 @@ MAX_MESSAGE = 300  # characters; llguidance's messages quote the whole grammar
 _PLAIN = {
     "<non-verbose/>": "",
     "NoExtensionBias": "no token may come next",
+    "Unimplemented keys:": "these keywords are not supported:",
     "Enable 'coerce_one_of' option to approximate oneOf with anyOf": (
         "Write anyOf, or require a property with a const of its own in each branch"
     ),

@@ -7,6 +7,7 @@ Grammars are in Lark, as llguidance reads it. `@answer` is compiled beside them 
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ MAX_FORCED_CALLS = 8
 _MAX_DEPTH = 32
 # With one of these keywords an object may need properties that it does not name itself.
 _COMBINING = frozenset(("allOf", "anyOf", "oneOf", "$ref", "patternProperties", "if", "unevaluatedProperties"))
+_PROPERTIES = ("properties", "patternProperties")
 _JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": False}
 # JSON Schema's own formats. Any other format is a note to the reader, such as pydantic's "binary" and Zod's "cuid2".
 _FORMATS = frozenset((
@@ -26,6 +28,13 @@ _FORMATS = frozenset((
     "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer", "relative-json-pointer", "regex",
     "unknown",
 ))  # fmt: skip
+# llguidance's formats also allow 29 February in every year, the year 0 and a 60th second, which Python's types refuse.
+_LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
+_DATE = (f"^(?:.{{4}}-(?:0[13-9]|1[0-2])|.{{4}}-02-(?:[01]|2[0-8])|{_LEAP_YEAR}-02-29)", "^[0-9]*[1-9]")
+_FORMAT_PATTERNS = {"date": _DATE, "time": ("^.{6}[0-5]",), "date-time": (*_DATE, "^.{17}[0-5]")}
+# The beginning of pydantic's patterns of `Decimal`, and a limit of its digits. llguidance reads no look-ahead.
+_DECIMAL = "^(?!^[-+.]*$)"
+_MAX_DIGITS = re.compile(r"\(\?=(\[\\d\.\]\{1,\d+\})0\*\$\)")
 _TEXT = r"TEXT: /(.|\n)*/"
 _ANY_TOKENS = "<[*]>*"
 
@@ -198,29 +207,82 @@ def _closed(schema: Any, depth: int = 0) -> Any:
     return closed
 
 
-def readable_schema(schema: Any, depth: int = 0) -> Any:
+def readable_schema(schema: Any, depth: int = 0, root: Any = None) -> Any:
     """Return the schema in keywords that llguidance reads, where libraries write others.
 
     Every value of the result is also valid for `schema`. The result has no format that JSON Schema does not define, no
-    `propertyNames` that allows every name, and requires the property by which a `discriminator` chooses a branch.
+    `propertyNames` that lists or describes the names, and no look-ahead in a pattern of a decimal number. It requires
+    the property by which a `discriminator` chooses a branch.
+
+    Args:
+        schema: the schema, or a part of it.
+        depth: how deep that part is.
+        root: the whole schema, which has the definitions; None if `schema` is the whole.
     """
+    root = schema if root is None else root
     if isinstance(schema, list):
-        return [readable_schema(inner, depth) for inner in schema]
+        return [readable_schema(inner, depth, root) for inner in schema]
     if not isinstance(schema, dict) or depth > _MAX_DEPTH:
         return schema
     readable = dict(schema)
     for name in ("properties", "patternProperties", "$defs", "definitions"):
         if isinstance(schema.get(name), dict):
-            readable[name] = {key: readable_schema(inner, depth + 1) for key, inner in schema[name].items()}
+            readable[name] = {key: readable_schema(inner, depth + 1, root) for key, inner in schema[name].items()}
     for name in ("items", "prefixItems", "additionalProperties", "allOf", "anyOf", "oneOf"):
         if name in schema:
-            readable[name] = readable_schema(schema[name], depth + 1)
-    if isinstance(schema.get("format"), str) and schema["format"] not in _FORMATS:
-        del readable["format"]
-    if schema.get("propertyNames") in ({}, {"type": "string"}):
-        del readable["propertyNames"]
+            readable[name] = readable_schema(schema[name], depth + 1, root)
+    _read_text_keywords(readable)
+    if "propertyNames" in schema:
+        _read_property_names(readable, root)
+    if schema.get("uniqueItems") is False:
+        del readable["uniqueItems"]
     match schema:
         case {"oneOf": list(), "discriminator": {"propertyName": str(chooser)}}:
             required = schema.get("required", [])
             readable["required"] = [*required, chooser] if isinstance(required, list) else required
     return readable
+
+
+def _read_text_keywords(readable: dict[str, Any]) -> None:
+    """Replace a `format` and a `pattern` that llguidance does not read, or reads too generously."""
+    patterns: list[str] = []
+    format, pattern = readable.get("format"), readable.get("pattern")
+    if isinstance(format, str):
+        patterns += _FORMAT_PATTERNS.get(format, ())
+        if version := re.fullmatch("uuid([1-8])", format):  # pydantic's
+            readable["format"] = "uuid"
+            patterns.append(f"^.{{14}}{version[1]}.{{4}}[89abAB]")
+        elif format not in _FORMATS:
+            del readable["format"]
+    if isinstance(pattern, str) and pattern.startswith(_DECIMAL):
+        pattern = "^" + pattern.removeprefix(_DECIMAL)
+        patterns.append("[^-+.]")
+        if digits := _MAX_DIGITS.search(pattern):
+            pattern = pattern.replace(digits[0], "").replace("0*$)", ")$")
+            patterns.append(f"^[+-]?0*{digits[1]}$")
+        readable["pattern"] = pattern
+    if patterns and isinstance(readable.setdefault("allOf", []), list):
+        readable["allOf"] = [*readable["allOf"], *({"pattern": one} for one in patterns)]
+
+
+def _read_property_names(readable: dict[str, Any], root: Any) -> None:
+    """Replace `propertyNames` that allow every name, a list of names or a pattern. Others stay, and are refused."""
+    names, values = readable["propertyNames"], readable.get("additionalProperties", True)
+    match names:
+        case {"$ref": str(place), **others} if not others:
+            for key in place.removeprefix("#/").split("/"):
+                root = root.get(key) if isinstance(root, dict) else None
+            names = root
+    if not isinstance(names, dict) or names.get("type", "string") != "string":
+        return
+    described = {key: value for key, value in names.items() if key not in ("type", "title", "description")}
+    match described:
+        case {"enum": list(allowed), **others} if not others and readable.keys().isdisjoint(_PROPERTIES):
+            readable["properties"] = {name: values for name in allowed if isinstance(name, str)}
+        case {"pattern": str(pattern), **others} if not others and readable.keys().isdisjoint(_PROPERTIES):
+            readable["patternProperties"] = {pattern: values}
+        case _ if described:
+            return
+    if described:
+        readable["additionalProperties"] = False
+    del readable["propertyNames"]

@@ -217,6 +217,73 @@ def test_schemas_of_pydantic_and_zod_are_read_and_what_fits_the_grammar_is_valid
     assert "idn-email" in why_unreadable("json_schema", '{"type": "string", "format": "idn-email"}')
 
 
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        # pydantic's Decimal, and those with max_digits and decimal_places
+        ({"pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"}, "0 -1.50 +.5 12.", "- . 1.5.2 1e5 x"),
+        (
+            {"pattern": r"^(?!^[-+.]*$)[+-]?0*(?:\d{0,3}|(?=[\d.]{1,6}0*$)\d{0,3}\.\d{0,2}0*$)"},
+            "0 -123.45 +.5 007.10",
+            "- . 1234 1.234 x",
+        ),
+        (
+            {"pattern": r"^(?!^[-+.]*$)[+-]?0*(?:\d{0,3}|(?=[\d.]{1,4}0*$)\d*\.\d*0*$)"},
+            "0 123 12.3 .123 001",
+            "1234 12.34 . x",
+        ),
+        ({"pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d{0,2}0*$"}, "1.25 10", "- 1.256 x"),
+        ({"format": "date"}, "2024-02-29 2000-02-29 1900-02-28", "2023-02-29 1900-02-29 2023-04-31 0000-01-01"),
+        ({"format": "time"}, "23:59:59Z 00:00:00+01:00", "23:59:60Z 12:00:60+01:00 24:00:00Z"),
+        (
+            {"format": "date-time", "allOf": [{"pattern": "^2"}]},
+            "2024-02-29T00:00:00Z 2023-01-31T23:59:59.5+02:00",
+            "2023-02-29T00:00:00Z 2016-12-31T23:59:60Z 1999-01-01T00:00:00Z",
+        ),
+        (
+            {"format": "uuid4"},
+            "f47ac10b-58cc-4372-a567-0e02b2c3d479",
+            "f47ac10b-58cc-1372-a567-0e02b2c3d479 f47ac10b-58cc-4372-1567-0e02b2c3d479 x",
+        ),
+    ],
+    ids=["decimal", "digits and places", "digits", "places", "date", "time", "date-time", "uuid4"],
+)  # fmt: skip
+def test_texts_of_pydantics_types_are_read_and_no_text_that_python_would_refuse(
+    schema: dict[str, Any], good: str, bad: str
+) -> None:
+    grammar, answer = grammar_for(None, has_format=True), ("json_schema", json.dumps({"type": "string", **schema}))
+    for text in good.split():
+        assert accepts(grammar, json.dumps(text), answer), text
+        jsonschema.validate(text, schema)
+    for text in bad.split():
+        assert not accepts(grammar, json.dumps(text), answer), text
+
+
+@pytest.mark.parametrize(
+    "names", [{"enum": ["a", "b", 1]}, {"type": "string", "pattern": "^[ab]$"}, {"$ref": "#/$defs/names"}]
+)
+def test_the_names_of_a_record_are_those_that_the_schema_allows(names: dict[str, Any]) -> None:
+    schema = {
+        "type": "object",
+        "propertyNames": names,
+        "additionalProperties": {"type": "integer"},
+        "$defs": {"names": {"enum": ["a", "b"], "title": "Names", "type": "string"}},
+    }
+    grammar, answer = grammar_for(None, has_format=True), ("json_schema", json.dumps(schema))
+    for text in ('{"a": 1, "b": 2}', '{"b": 2}', "{}"):
+        assert accepts(grammar, text, answer)
+        jsonschema.validate(json.loads(text), schema)
+    for text in ('{"c": 1}', '{"a": "x"}', '{"ab": 1}'):
+        assert not accepts(grammar, text, answer)
+
+
+@pytest.mark.parametrize("names", [{"$ref": "#/$defs/none"}, {"$ref": "#"}, {"format": "uuid"}, {"type": "integer"}, 5])
+def test_names_of_a_record_that_cannot_be_described_are_refused(names: object) -> None:
+    schema = {"type": "object", "propertyNames": names, "$defs": {}}
+    refusal = why_unreadable("json_schema", json.dumps(schema))
+    assert 'keywords are not supported: ["propertyNames"]' in refusal
+
+
 @pytest.mark.parametrize("required", [None, 5, {"a": 1}])
 def test_a_schema_with_damaged_parts_is_left_to_llguidance(required: object) -> None:
     damaged = {
