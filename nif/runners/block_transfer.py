@@ -1,7 +1,7 @@
 """BlockTransfer: copies whole blocks between the pool and the host while steps run.
 
 A step waits until outgoing blocks are gathered, because the step may overwrite these blocks. A step also waits until
-incoming blocks are in the pool. The copy to the host runs beside the step.
+incoming blocks are in the pool. The copy to the host runs in parallel with the step.
 
 The copies run on a SideStream, and events order the copies against the kernels.
 """
@@ -13,9 +13,9 @@ import torch
 
 
 class SideStream:
-    """A CUDA stream for copies, beside the compute stream: the current stream of the thread that makes this object.
+    """A CUDA stream for copies. The compute stream is the current stream of the thread that creates the SideStream.
 
-    On a CPU a SideStream does nothing, because every operation is done when it returns.
+    On a CPU a SideStream does nothing, because every operation is complete when it returns.
 
     Args:
         device: where the kernels run.
@@ -49,12 +49,12 @@ class SideStream:
                 stream.synchronize()
 
 
-# Bytes gathered at a time: this limits the device memory that swapping a long sequence takes.
-_AT_ONCE = 256 * 2**20
+# Bytes of one gather: this limits the device memory that swapping a long sequence takes.
+_MAX_GATHERED_BYTES = 256 * 2**20
 
 
 class BlockTransfer:
-    """Copies blocks on a stream of its own, one copy after another.
+    """Copies blocks on a side stream, one copy after another.
 
     Args:
         device: the pool's device.
@@ -79,7 +79,7 @@ class BlockTransfer:
         with self._stream.open():
             for part in self._parts(storage, len(blocks)):
                 gathered = storage[self._ids(blocks[part])].view(torch.uint8)
-                # guard: a step waits until what it writes over is gathered
+                # guard: a step waits until the blocks that it overwrites are gathered
                 self._stream.hold_up_compute()
                 host[part].copy_(gathered, non_blocking=True)
         return host
@@ -89,7 +89,7 @@ class BlockTransfer:
         with self._stream.open():
             for part in self._parts(storage, len(blocks)):
                 arrived = content[part].to(self._device, non_blocking=True)
-                # guard: blocks come back after who read what was there
+                # guard: blocks come back after earlier reads of their place
                 self._stream.wait_for_compute()  # kernels under way may read what these blocks held before
                 storage[self._ids(blocks[part])] = arrived.view(storage.dtype)
         # guard: a step waits until its blocks are back
@@ -106,5 +106,5 @@ class BlockTransfer:
 
     @staticmethod
     def _parts(storage: torch.Tensor, count: int) -> list[slice]:
-        size = max(1, _AT_ONCE // storage[0].nbytes)
+        size = max(1, _MAX_GATHERED_BYTES // storage[0].nbytes)
         return [slice(start, start + size) for start in range(0, count, size)]

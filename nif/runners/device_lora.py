@@ -1,9 +1,9 @@
 """DeviceLora: adapters on the device, for the layer loop of the Llama family.
 
-The projections of a layer are merged, and so are an adapter's matrices for them. Tables on the device hold where each
-adapter's matrices are, so that a captured step can serve any adapter: its input names each row's adapter by the
-adapter's number in the tables. Steps of few rows, and captured steps, have a kernel that reads each row's adapter. In
-other steps the library computes one pair of products for each adapter's rows.
+The projections of a layer are merged, and so are an adapter's matrices for these projections. Tables on the device
+hold the addresses of each adapter's matrices. So a captured step can serve any adapter: the step's input has, for each
+row, the number of an adapter in the tables. Steps of few rows, and captured steps, have a kernel that reads each row's
+adapter. In other steps the library computes one pair of products for each adapter's rows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,14 +20,14 @@ from genbatch.nif.runner import LoraAdapter, LoraLinear
 if TYPE_CHECKING:
     from genbatch.nif.models.loaded_model import Model
 
-QKV, OUT, GATE_UP, DOWN = range(4)
-_MODULES = {
+QKV, OUT, GATE_UP, DOWN = range(4)  # the places of a layer's merged projections
+PROJECTIONS = {
     QKV: ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     OUT: ("self_attn.o_proj",),
     GATE_UP: ("mlp.gate_proj", "mlp.up_proj"),
     DOWN: ("mlp.down_proj",),
 }
-_FIRST_CAPACITY = 32  # adapters; more double the tables
+_INITIAL_CAPACITY = 32  # adapters; the tables double when they are full
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +43,18 @@ _Pairs = Mapping[tuple[int, int], _Pair]  # by layer and place
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraTables:
-    """Where the adapters' matrices are. A captured step reads the tables it was captured with.
+    """The addresses and ranks of the adapters' matrices. A captured step reads the tables of its capture.
 
     Args:
         matrices: [layers, places, 2, capacity] int64 on the device, addresses of a and b.
         ranks: [layers, places, capacity] int32 on the device; 0 where an adapter does not adapt a projection.
-        most_ranks: the highest rank of any adapter for each projection that one adapts, by layer and place.
+        most_ranks: the highest rank of any adapter for each adapted projection, by layer and place.
     """
 
     matrices: torch.Tensor
     ranks: torch.Tensor
     most_ranks: Mapping[tuple[int, int], int]
-    keeps: object = None  # what has to live as long
+    keeps: object = None  # the owner of the matrices' memory, if nothing else keeps it alive
 
     def parts(self, layer: int, place: int) -> LoraParts | None:
         """Return the matrices for one projection; None if no adapter adapts the projection."""
@@ -69,7 +69,7 @@ class DeviceLora:
     """Holds the adapters on the device.
 
     Args:
-        model: of the Llama family.
+        model: a model of the Llama family.
     """
 
     def __init__(self, model: "Model") -> None:
@@ -80,14 +80,14 @@ class DeviceLora:
         }
         self._num_layers = len(model.layers)
         self._pairs: dict[int, _Pairs] = {}  # by handle
-        self._numbers: dict[int, int] = {}  # by handle, places in the tables
-        self.tables = _empty_tables(self._num_layers, _FIRST_CAPACITY, self._device)
+        self._numbers: dict[int, int] = {}  # by handle, the adapters' numbers in the tables
+        self.tables = _empty_tables(self._num_layers, _INITIAL_CAPACITY, self._device)
 
     def add(self, adapter: LoraAdapter) -> None:
-        """See `AdaptingRunner.add_adapter`. Another thread may launch steps meanwhile: they name other adapters."""
+        """See `AdaptingRunner.add_adapter`. Meanwhile another thread may launch steps with other adapters."""
         pairs: dict[tuple[int, int], _Pair] = {}
         for layer in range(self._num_layers):
-            for place, names in _MODULES.items():
+            for place, names in PROJECTIONS.items():
                 modules = [f"model.layers.{layer}.{name}" for name in names]
                 linears = [adapter.linears.get(module) for module in modules]
                 if any(linear is not None for linear in linears):
@@ -114,7 +114,7 @@ class DeviceLora:
         self.tables.ranks.select(-1, self._numbers.pop(adapter.handle)).zero_()
 
     def numbers(self, adapters: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the numbers [T] int32 of a step's adapters in the tables, -1 for none; None if no row has one.
+        """Return each token's adapter number [T] int32, -1 without an adapter; None if no token has an adapter.
 
         Args:
             adapters: [T] int64 on the CPU; see TensorBatch.
@@ -159,9 +159,9 @@ class LoraRows:
     """The adapters of a step's rows.
 
     Args:
-        tables: of the adapters.
-        owners: [R] int32 on the device, each row's adapter by its number in the tables, -1 for a row without one.
-        pairs: each adapter's matrices and its rows; None has every product from the tables.
+        tables: the adapters' tables.
+        owners: [R] int32 on the device, each row's adapter number, -1 for a row without an adapter.
+        pairs: each adapter's matrices and its rows; with None every product reads the tables.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class LoraRows:
         self._pairs = pairs
 
     def delta(self, layer: int, place: int, x: NormedRows, width: int) -> torch.Tensor | None:
-        """Return the adapters' addend to a product of few rows, [R, width] float32; None if there is none."""
+        """Return the adapters' addend to a product of few rows, [R, width] float32; None if no adapter adapts it."""
         parts = self._tables.parts(layer, place)
         return None if parts is None else lora_delta(x, self._owners, parts, width)
 
@@ -199,7 +199,7 @@ def zero_adapter(
 
     Args:
         widths: inputs and outputs of the merged projections, by place.
-        by_tables: whether every product is from the tables.
+        by_tables: whether every product reads the tables.
     """
     pairs = {
         (layer, place): _Pair(torch.zeros((1, inputs), device=device), torch.zeros((outputs, 1), device=device))
@@ -216,7 +216,7 @@ def zero_adapter(
 
 
 def _empty_tables(num_layers: int, capacity: int, device: torch.device) -> LoraTables:
-    shape = (num_layers, len(_MODULES))
+    shape = (num_layers, len(PROJECTIONS))
     matrices = torch.zeros((*shape, 2, capacity), dtype=torch.int64, device=device)
     return LoraTables(matrices, torch.zeros((*shape, capacity), dtype=torch.int32, device=device), {})
 

@@ -1,9 +1,9 @@
 """EncoderRunner: runs bidirectional models such as BERT behind the same interface as decoders.
 
 A decoder caches keys and values. An encoder cannot, because every later token changes every earlier state. So the
-EncoderRunner keeps token ids in the paged pool, in the place of keys. A chunk before the last only writes its token
-ids. With the last chunk the whole text runs through the model's own modules, in a batch with texts of similar length.
-So chunked prefill, preemption and prefix sharing work as for decoders, without special cases.
+EncoderRunner stores token ids in the paged pool instead of keys. A chunk before the last only writes its token ids.
+With the last chunk the whole text runs through the model's own modules, in a batch with texts of similar length. So
+chunked prefill, preemption and prefix sharing work as for decoders, without special cases.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ SPARE_TOKENS = 8
 
 
 class EncoderRunner:
-    """Runs the model's own modules over whole texts. Implements `Runner` and `StateRunner`; gives no logits.
+    """Runs the model's own modules over whole texts. Implements `Runner` and `StateRunner`; it returns no logits.
 
     Args:
         model: an encoder, with its pooling.

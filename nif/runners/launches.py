@@ -1,4 +1,4 @@
-"""Launches: launches decode steps ahead; the host reads a step's tokens while the next step runs.
+"""Launches: launches decode steps ahead, so that the host reads a step's tokens while the next step runs.
 
     compute    [ step N ][tokens out][ step N+1        ][tokens out]
     copies          [batch N+1 in]           [batch N+2 in]
@@ -52,7 +52,7 @@ _NUM_STAGES = 2  # one is filled while the copy from the other may still be unde
 @dataclass(slots=True)
 class _Stage:
     host: torch.Tensor  # [bytes] uint8, pinned where the device is a GPU
-    copied: torch.cuda.Event | None = None  # the last copy out of it
+    copied: torch.cuda.Event | None = None  # recorded after the last copy out of `host`; None before the first
 
 
 class BatchUpload:
@@ -222,7 +222,7 @@ def empty_step(key: GraphKey, num_groups: int, block_size: int, *, adapted: bool
     """Return a step of padding rows only, for a capture.
 
     Args:
-        adapted: whether the step says which adapter a row has.
+        adapted: whether the step has a number of an adapter for each row.
     """
     batch = empty_batch(key.kv_len, num_groups, block_size)
     adapters = torch.empty(0, dtype=torch.int32) if adapted else None
@@ -267,7 +267,7 @@ class Replayable(Protocol):
         ...
 
     def replay(self) -> torch.Tensor:
-        """Run the loaded step; returns logits [num_tokens, vocab_size] float32, which the next replay reuses."""
+        """Run the loaded step; returns logits [num_tokens, vocab_size] float32. The next replay overwrites them."""
         ...
 
     def finish(self) -> None:
@@ -276,7 +276,7 @@ class Replayable(Protocol):
 
 
 class GraphCache:
-    """An LRU cache of the captured graphs by size.
+    """An LRU cache of captured graphs, by size.
 
     Args:
         capture: captures the graph of a size.
@@ -319,8 +319,8 @@ class GraphCache:
 class DecodeGraphs:
     """Runs decode steps through captured graphs.
 
-    A step has our own products or the library's, see `lean_llama`. At the start both are captured and timed for every
-    number of rows up to 128, and the faster graph is kept.
+    A step computes matrix products with our kernels or with the library's; see `lean_llama`. At the start both kinds
+    are captured and timed for every number of rows up to 128, and the faster graph is kept.
 
     Args:
         options: sizes and limits.
@@ -328,9 +328,9 @@ class DecodeGraphs:
             `drawn`.
         drawn: [max_batch_size or more] int64 on the device.
         place: where graphs are captured.
-        products: those that `decode` can take.
-        lora: the adapters. Steps with adapters have graphs of their own, which are captured when they are first used,
-            and again when other tables have taken the place of those that they read.
+        products: the kinds of products that `decode` can compute with.
+        lora: the adapters. Steps with adapters have separate graphs. Such a graph is captured at its first use, and
+            again after the adapters' tables were replaced.
     """
 
     def __init__(
@@ -376,7 +376,7 @@ class DecodeGraphs:
         return cache.get(key), pad_step(step, key, self._limits.block_size)
 
     def _adapted_cache(self) -> GraphCache:
-        """Return the graphs of steps with adapters, which read the tables of now."""
+        """Return the graphs of steps with adapters, which read the adapters' current tables."""
         assert self._lora is not None
         tables = self._lora.tables
         if self._adapted is None or self._adapted[0] is not tables:
@@ -405,7 +405,7 @@ class DecodeGraphs:
         drawn = self._drawn.clone()
         if key.num_tokens <= _MOST_TIMED_ROWS and len(self._products) > 1 and key.num_tokens not in self._faster:
             graph, self._faster[key.num_tokens] = self._fastest(sample)
-        else:  # a longer size of the same number of rows is captured while a request waits
+        else:  # Time nothing: a longer size of the same number of rows is captured while a request waits.
             products = self._faster.get(key.num_tokens)
             graph = CapturedStep(sample, partial(self._decode, products=products), self._place)
         self._drawn.copy_(drawn)
@@ -429,12 +429,13 @@ class DecodeGraphs:
 
 @dataclass(frozen=True, slots=True)
 class CapturePlace:
-    """What all captured graphs share.
+    """The stream, memory and limits that all captured graphs share.
 
     Args:
-        stream: graphs are captured on it. cuBLAS keeps a workspace of 32 MiB for each stream that it has computed on.
+        stream: the stream of every capture. cuBLAS keeps a workspace of 32 MiB for each stream that it has computed on.
         memory: the pool of memory that graphs allocate from.
-        inputs: [bytes] uint8 on the device, for the largest packed step. One graph runs at a time, so all read it.
+        inputs: [bytes] uint8 on the device, for the largest packed step. One graph runs at a time, so all graphs share
+            this buffer.
         upload: copies steps to the device.
         limits: the pool's and the model's limits.
     """
@@ -454,7 +455,7 @@ class CapturePlace:
 
 
 class CapturedStep:
-    """The captured step of one size: where its input is on the device, its graph and its logits.
+    """A captured step of one size: its input on the device, its graph and its logits.
 
     Args:
         sample: a step of this size.
@@ -486,8 +487,8 @@ class CapturedStep:
     def load(self, step: DecodeStep, packed: torch.Tensor) -> None:
         """Copy a padded step into the graph's input; see `Replayable`.
 
-        The graph's tables have a column for each block of the longest sequence possible. Only the columns that this
-        step has are copied, as no row reads those behind: with 131,072 positions a table of 256 rows takes 8 MB.
+        The graph's tables have a column for each block of the longest sequence possible. Only this step's columns are
+        copied, because no row reads a later column. With 131,072 positions a table of 256 rows takes 8 MB.
         """
         self._inputs[: self._tables_at].copy_(packed[: self._tables_at])
         for table, source in zip(self._tables, step.batch.block_tables, strict=True):
@@ -550,9 +551,9 @@ class Launches:
         self, step: DecodeStep, after: Launched | None, after_rows: Sequence[int] | None = None
     ) -> "LaunchedStep":
         """Launch a step from CPU tensors; see `LaunchingRunner.launch`."""
-        assert after is None or after is self._latest, "only the last step's tokens are still on the device"
+        assert after is None or after is self._latest, "only the latest step's tokens are still on the device"
         pair = self._pairs[self._turn]
-        assert pair.holds is None or pair.holds.is_read, "two steps are under way"
+        assert pair.holds is None or pair.holds.is_read, "the tokens of two launched steps are unread"
         rows = len(step.draws)
         if after is not None:
             ids = -1 - (torch.arange(rows) if after_rows is None else torch.tensor(after_rows))
@@ -566,7 +567,7 @@ class Launches:
             # guard: a step's input is memory of the stream that writes it
             with self._copies.open():
                 # Allocate on the stream that writes the buffer. The compute stream's allocator may return memory that
-                # the step under way has freed and still uses.
+                # the running step has freed and still uses.
                 inputs = pair.inputs_of(size)
                 arrived = self._upload.upload_step(step, into=inputs)
             # guard: a step waits for its input
@@ -609,7 +610,7 @@ class LaunchedStep:
 
     def redraw(self, rows: Sequence[int], states: Sequence[SamplerState], positions: Sequence[int]) -> LateDraws:
         """See `Launched.redraw`."""
-        assert self._logits is not None, "a later step has these logits' memory by now"
+        assert self._logits is not None, "a later step may have overwritten these logits"
         with torch.inference_mode(), on_device(self._drawn.device):
             places = sent(np.array(rows, np.int64), self._drawn.device)
             draws = LateDraws(self._logits[places], states, positions)
@@ -620,7 +621,7 @@ class LaunchedStep:
         return draws
 
     def forget_logits(self) -> None:
-        """Let the next step have the logits' memory."""
+        """Release the logits, so that the next step can reuse their memory."""
         self._logits = None
 
     def _send(self) -> None:
@@ -632,7 +633,7 @@ class LaunchedStep:
 
     def wait(self) -> list[int | None]:
         """Wait for each row's token; None if the row's logits are not finite. Call this once."""
-        assert not self.is_read, "its buffers may be another step's by now"
+        assert not self.is_read, "a later step may have overwritten the step's tokens"
         self.is_read = True
         if self._arrived is not None:
             # guard: tokens are read when they have arrived

@@ -1,14 +1,14 @@
 """The layer loop of the Llama family over transformers' parameters: merged projections, fused kernels.
 
 There are two code paths through a layer. Both round where the model's own modules round, so both draw the same tokens.
-Steps of few rows use our own matrix products, with six launches a layer. Reading the weights limits such a step, and
-each launch adds to its time. Steps of many rows use the library's matrix products, which are faster there.
+Steps of few rows use our own matrix products, with six launches a layer: such a step is limited by reading the weights,
+and each launch adds to its time. Steps of many rows use the library's matrix products, which are faster there.
 
     own         [norm, qkv, rotate, write] [attend] [join] [out, add] [norm, gate and up, silu] [down, add]
     library     [add, norm] [qkv] [rotate, write] [attend] [join] [out] [add, norm] [gate and up] [silu] [down]
 
-Packed weights are unpacked for the library, one product at a time. Which path is faster for the decodes of a captured
-graph is measured at the start (`DecodeGraphs`). Batch-invariant outputs always take the first path.
+Packed weights are unpacked for the library, one product at a time. `DecodeGraphs` measures at the start which path is
+faster for the decodes of a captured graph. Batch-invariant outputs always take the first path.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from genbatch.nif.kernels.lora import NormedRows
 from genbatch.nif.kernels.packed_weight import GROUP, PackedWeight, from_groups, pack, unpacked
 from genbatch.nif.kernels.paged_attention import AttentionSetting, SharePlan, paged_attention, plan_shares
 from genbatch.nif.kernels.sample import next_tokens
-from genbatch.nif.runners.device_lora import DOWN, GATE_UP, OUT, QKV, LoraRows, zero_adapter
+from genbatch.nif.runners.device_lora import DOWN, GATE_UP, OUT, PROJECTIONS, QKV, LoraRows, zero_adapter
 from genbatch.nif.runners.torch_runner import LayerPool, TensorBatch
 
 if TYPE_CHECKING:
@@ -34,12 +34,11 @@ if TYPE_CHECKING:
 
 
 _FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-_MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
-_FEW_ROWS = 64
-"""Most rows that take our own products without a measurement.
+_MAX_OWN_ROWS = 64
+"""Most rows for which a step takes our own products without a measurement.
 
-Above it, each read of a weight serves many rows, and the library's products are faster. Packed to 4 bits, a weight is
-read once for 16 rows: at 64 rows our products move 2 bytes a weight, and unpacking moves 4.5.
+With more rows, each read of a weight serves many rows, and the library's products are faster. Our products read a
+weight of 4 bits once for 16 rows: at 64 rows they move 2 bytes a weight, and unpacking moves 4.5.
 """
 Products: TypeAlias = Literal["own", "library"]
 
@@ -64,36 +63,35 @@ class LeanStep:
     pools: "Sequence[LayerPool]"  # one a layer
     wants_every_row: bool  # whether `logit_rows` names every token of the step, in order
     lora: LoraRows | None = None
-    drawn: torch.Tensor | None = (
-        None  # [T or more] int64, the token of each row whose input id is below 0; None: no row
-    )
+    drawn: torch.Tensor | None = None  # [T or more] int64, tokens for the rows with an input id below 0; None: no row
     out: torch.Tensor | None = None  # [R, vocab_size] float32, receives the logits; None allocates a new tensor
-    products: Products | None = None  # None takes those that suit the number of rows
+    products: Products | None = None  # None selects them by the number of rows
 
 
-def _projections_of(layer: _Layer) -> list[tuple[int, PackedWeight]]:
-    return [(QKV, layer.qkv), (OUT, layer.attention_out), (GATE_UP, layer.gate_up), (DOWN, layer.mlp_out)]
+def _projections_of(layer: _Layer) -> dict[int, PackedWeight]:
+    return {QKV: layer.qkv, OUT: layer.attention_out, GATE_UP: layer.gate_up, DOWN: layer.mlp_out}
 
 
 def why_not_lean(model: "Model") -> str | None:
     """Return the reason why this loop cannot run the model; None if the loop can."""
     kind = type(model.hf).__name__
     if kind not in _FAMILIES:
-        return f"{kind} is none of {', '.join(_FAMILIES)}"
+        return f"{kind} is not one of {', '.join(_FAMILIES)}"
     if model.config.hidden_act != "silu":
         return f"its activation is {model.config.hidden_act}, not silu"
     head_size = model.layers[0].key_dim
     decoder: Any = model.hf.model
     if 2 * decoder.rotary_emb.inv_freq.numel() != head_size:
-        return "it rotates a part of each head only"
+        return "it rotates only a part of each head"
     return None
 
 
 class LeanLlama:
-    """A model of the Llama family, ready to step.
+    """Runs the layers of a model of the Llama family.
 
-    Merging replaces the module's separate projections by views of the merged ones, so the weights exist once and the
-    module keeps working. Packed weights exist beside the module's weights, unless `pack_model` has removed those.
+    The constructor merges projections of the same input. The module's projections become views of the merged tensors,
+    so the weights exist once and the module keeps working. Packed weights exist in addition to the module's weights,
+    unless `pack_model` has removed these.
 
     Args:
         model: a model for which `why_not_lean` returns None.
@@ -140,7 +138,7 @@ class LeanLlama:
 
     @property
     def products(self) -> tuple[Products, ...]:
-        """Return the products that a step may take."""
+        """Return the kinds of products that a step may take."""
         return ("own",) if self._setting.in_order else ("own", "library")
 
     @property
@@ -148,13 +146,12 @@ class LeanLlama:
         """Return the bytes of the largest weight that is unpacked for the library; 0 if none is packed."""
         if not self._bits or self._setting.in_order:
             return 0
-        layer = self._layers[0]
-        weights = (layer.qkv, layer.attention_out, layer.gate_up, layer.mlp_out)
+        weights = _projections_of(self._layers[0]).values()
         return max(weight.num_outputs * weight.num_inputs for weight in weights) * self._dtype.itemsize
 
     @property
     def bytes_per_token(self) -> int:
-        """Return the most bytes of activations that a layer holds at a time for each token."""
+        """Return the peak bytes of a layer's activations for each token."""
         layer = self._layers[0]
         widths = 4 * len(layer.input_norm) + layer.qkv.num_outputs + 2 * layer.attention_out.num_inputs
         return (widths + layer.gate_up.num_outputs + layer.mlp_out.num_inputs) * self._dtype.itemsize
@@ -165,12 +162,12 @@ class LeanLlama:
         if step.products is not None:
             return step.products == "own"
         # The library reads unpacked weights as fast as our products do, and uses larger tiles for prompts.
-        return len(step.batch.input_ids) <= _FEW_ROWS and (self._bits > 0 or step.batch.max_query_len == 1)
+        return len(step.batch.input_ids) <= _MAX_OWN_ROWS and (self._bits > 0 or step.batch.max_query_len == 1)
 
     def empty_lora(self, num_rows: int, *, by_tables: bool) -> LoraRows:
         """Return rows with a zero adapter on every projection of every layer, for the warm-up."""
-        layer = self._layers[0]
-        widths = {place: (weight.num_inputs, weight.num_outputs) for place, weight in _projections_of(layer)}
+        weights = _projections_of(self._layers[0])
+        widths = {place: (weight.num_inputs, weight.num_outputs) for place, weight in weights.items()}
         return zero_adapter(len(self._layers), widths, num_rows, self._embedding.device, by_tables=by_tables)
 
     def _by_own_products(self, step: LeanStep, plans: "Sequence[SharePlan]", out: torch.Tensor) -> None:
@@ -260,7 +257,7 @@ def _delta(
     norm: torch.Tensor | None,
     weight: PackedWeight,
 ) -> torch.Tensor | None:
-    """Return the adapters' addend to a product of few rows."""
+    """Return the adapters' addend to a product of few rows; None without adapters."""
     if lora is None:
         return None
     rows = NormedRows(x.hidden, x.sums, norm, x.eps) if isinstance(x, Residual) else NormedRows(x, None, None)
@@ -282,7 +279,7 @@ def plan_groups(batch: TensorBatch, windows: "Sequence[int | None]", setting: At
 
 
 def pack_model(model: "Model", quantize: str, place: Device) -> "Model":
-    """Move the model to the device with packed projections; the given model cannot be used afterwards.
+    """Move the model to the device with packed projections; the original model cannot be used afterwards.
 
     One layer is moved at a time, so the device never holds more than the packed model and one layer. Embedding, norms
     and head stay unpacked.
@@ -293,7 +290,7 @@ def pack_model(model: "Model", quantize: str, place: Device) -> "Model":
         quantize: one of `packed_weight.KINDS`, not "none".
 
     Raises:
-        OptionError: the model cannot run in this loop.
+        OptionError: this loop cannot run the model.
     """
     unfit = why_not_lean(model)
     if unfit is not None:
@@ -301,43 +298,33 @@ def pack_model(model: "Model", quantize: str, place: Device) -> "Model":
     device = torch.device(str(place))
     decoder: Any = model.hf.model
     for index, module in enumerate(decoder.layers):
-        attention, mlp = module.self_attn, module.mlp
-        together = (
-            [attention.q_proj, attention.k_proj, attention.v_proj],
-            [attention.o_proj],
-            [mlp.gate_proj, mlp.up_proj],
-            [mlp.down_proj],
-        )
         packed = []
-        for projections, names in zip(together, _PROJECTIONS, strict=True):
-            as_they_are = _own_codes(model, [f"model.layers.{index}.{name}.weight" for name in names], quantize)
-            if as_they_are is not None:
-                packed.append(_on(as_they_are, projections, device))
-                continue
-            weight = torch.cat([projection.weight.data.to(device) for projection in projections])
+        for names in PROJECTIONS.values():
+            projections = _modules(module, names)
             bias = None
             if projections[0].bias is not None:
                 bias = torch.cat([projection.bias.data.to(device) for projection in projections])
+            codes = _own_codes(model, [f"model.layers.{index}.{name}.weight" for name in names], quantize)
+            if codes is not None:
+                assert codes.scales is not None
+                packed.append(replace(codes, data=codes.data.to(device), scales=codes.scales.to(device), bias=bias))
+                continue
+            weight = torch.cat([projection.weight.data.to(device) for projection in projections])
             packed.append(pack(weight, bias, quantize))
-        for owner, names in ((attention, ("q_proj", "k_proj", "v_proj", "o_proj")), (mlp, _MLP_NAMES)):
-            for name in names:
-                setattr(owner, name, None)
+        for owner, _, name in (path.rpartition(".") for names in PROJECTIONS.values() for path in names):
+            setattr(module.get_submodule(owner), name, None)
         module.packed = tuple(packed)
     whole: Any = model.hf
     whole.to(device)
     return replace(model, device=place, codes=None)
 
 
-_PROJECTIONS = (
-    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    ("self_attn.o_proj",),
-    ("mlp.gate_proj", "mlp.up_proj"),
-    ("mlp.down_proj",),
-)
+def _modules(layer: Any, names: "Sequence[str]") -> "list[torch.nn.Linear]":
+    return [layer.get_submodule(name) for name in names]
 
 
 def _own_codes(model: "Model", names: list[str], quantize: str) -> PackedWeight | None:
-    """Return a checkpoint's own 4-bit codes, without rounding again; None if the products cannot use its groups."""
+    """Return the checkpoint's own 4-bit codes, without a bias; None if the products cannot use their groups."""
     if quantize != "int4" or model.codes is None:
         return None
     tensors = [model.codes.tensor(name) for name in names]
@@ -351,33 +338,18 @@ def _own_codes(model: "Model", names: list[str], quantize: str) -> PackedWeight 
     return from_groups(codes, scales, zeros, tensors[0].shape[1], None)
 
 
-def _on(weight: PackedWeight, projections: "list[torch.nn.Linear]", device: torch.device) -> PackedWeight:
-    """Move the packed weight to the device, together with the projections' biases."""
-    bias = None
-    if projections[0].bias is not None:
-        bias = torch.cat([projection.bias.data.to(device) for projection in projections])
-    assert weight.scales is not None
-    return replace(weight, data=weight.data.to(device), scales=weight.scales.to(device), bias=bias)
-
-
 def is_packed(model: "Model") -> bool:
     """Whether `pack_model` has packed this model."""
     layers: Any = getattr(getattr(model.hf, "model", None), "layers", ())
     return any(hasattr(module, "packed") for module in layers)
 
 
-def _projections(module: Any, quantize: str) -> tuple[PackedWeight, PackedWeight, PackedWeight, PackedWeight]:
-    """Return a layer's packed QKV, attention output, gate and up, and MLP output projections."""
+def _projections(module: Any, quantize: str) -> tuple[PackedWeight, ...]:
+    """Return a layer's packed projections, in the order of `PROJECTIONS`."""
     if hasattr(module, "packed"):
-        packed: tuple[PackedWeight, PackedWeight, PackedWeight, PackedWeight] = module.packed
+        packed: tuple[PackedWeight, ...] = module.packed
         return packed
-    attention, mlp = module.self_attn, module.mlp
-    return (
-        pack(*_merge([attention.q_proj, attention.k_proj, attention.v_proj]), quantize),
-        pack(attention.o_proj.weight, attention.o_proj.bias, quantize),
-        pack(*_merge([mlp.gate_proj, mlp.up_proj]), quantize),
-        pack(mlp.down_proj.weight, mlp.down_proj.bias, quantize),
-    )
+    return tuple(pack(*_merge(_modules(module, names)), quantize) for names in PROJECTIONS.values())
 
 
 def _layer(module: Any, num_heads: int, num_kv_heads: int, head_size: int, group: int, quantize: str) -> _Layer:

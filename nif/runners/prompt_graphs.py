@@ -1,9 +1,9 @@
 """PromptGraphs: runs steps with prompts through captured graphs.
 
-A step of up to some 2,000 tokens takes longer to launch than to run: 28 layers are 300 launches, 13 ms of host time on
-the first machine that was measured. So such a step is padded to one of a few numbers of tokens and replayed. The
-padding tokens belong to an entry of their own, which holds no positions: they write nothing and attend to nothing.
-Larger steps run eagerly, because there the GPU takes longer than the host.
+A step of up to some 2,000 tokens takes longer to launch than to run: 28 layers are 300 launches, which took 13 ms of
+host time on the first machine that was measured. So such a step is padded to one of a few numbers of tokens and
+replayed. The padding tokens belong to a separate entry without positions, so they write nothing and attend to nothing.
+Larger steps run eagerly, because the GPU takes longer for them than the host.
 """
 
 import logging
@@ -28,7 +28,7 @@ from genbatch.nif.sampling.draw import NUM_PARAMS
 
 log = logging.getLogger("genbatch")
 
-_MOST_ROWS = 64  # of logits, where fewer sequences decode: drafted tokens need a row each
+_MIN_LOGIT_ROWS = 64  # also where fewer sequences decode, because each drafted token needs a row
 
 
 class PromptGraphs:
@@ -81,14 +81,15 @@ class PromptGraphs:
 
 
 def most_logit_rows(num_tokens: int, num_entries: int) -> int:
-    """Return the rows of logits that a captured step of so many tokens has, for up to `num_entries` sequences."""
-    return max(num_entries, min(num_tokens, _MOST_ROWS))
+    """Return the rows of logits of a captured step of `num_tokens` tokens, for up to `num_entries` sequences."""
+    return max(num_entries, min(num_tokens, _MIN_LOGIT_ROWS))
 
 
 def pad_prompts(batch: TensorBatch, num_tokens: int, num_entries: int, limits: BatchLimits) -> TensorBatch:
-    """Pad a batch on the CPU to so many tokens and rows of logits, and to one entry more, which has the padding tokens.
+    """Pad a batch on the CPU to `num_tokens` tokens and to the rows of logits that `most_logit_rows` returns.
 
-    The other padding entries have no tokens. None holds a position, so attention gives zeros to the padding tokens.
+    The result has `num_entries` + 1 entries. The last entry has all padding tokens. No padding entry has a position, so
+    attention gives zeros to the padding tokens.
     """
     more_tokens = num_tokens - len(batch.input_ids)
     more_entries = num_entries + 1 - len(batch.kv_lens)
@@ -128,5 +129,5 @@ def empty_prompt(num_tokens: int, num_entries: int, limits: BatchLimits) -> Deco
 
 
 def _undrawn(batch: TensorBatch) -> DecodeStep:
-    """Return a step of which no row is drawn on the device."""
+    """Return a step that draws no row on the device."""
     return DecodeStep(batch, torch.empty((0, NUM_PARAMS), dtype=torch.float64))

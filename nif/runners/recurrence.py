@@ -1,9 +1,9 @@
-"""Recurrent layers and short convolutions over the paged cache: transformers' own modules, run block by block.
+"""Run transformers' own recurrent layers and short convolutions block by block over the paged cache.
 
-A block of a recurrent group holds the layer's input at each of its positions. A whole block also holds the state at
-its end. A token is computed from the previous block's state and from the inputs of the token's own block. So each
-operation on blocks (sharing, copying, truncating, saving, prefix hits) works for states, too. A short convolution
-reads a window of inputs from blocks, as attention reads keys.
+A block of a recurrent group holds the layer's input at each of the block's positions. A whole block also holds the
+state at the block's end. A token is computed from the previous block's state and from the inputs of the token's own
+block. So each operation on blocks (sharing, copying, truncating, saving, prefix hits) works for states, too. A short
+convolution reads a window of inputs from blocks, as attention reads keys.
 """
 
 import inspect
@@ -31,7 +31,7 @@ RECURRENT = frozenset(
         "Qwen3_5MoeForCausalLM",
     }
 )
-"""transformers' names of the models whose states are served."""
+"""transformers' names of the supported models with recurrent layers."""
 
 _MODULES = (
     "BambaMixer",
@@ -49,7 +49,7 @@ _MODULES = (
 _CONVOLUTIONS = ("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv")
 
 _BESIDE_ATTENTION = ("FalconH1Mixer",)
-"""Modules of layers that also attend: their states come after all layers, see `layer_groups`."""
+"""Recurrent modules of layers that also attend: their states come after those of all layers; see `layer_groups`."""
 
 
 def page_convolutions(hf: torch.nn.Module) -> None:
@@ -83,7 +83,7 @@ def page_recurrences(hf: Any) -> None:
             after = hf.config.num_hidden_layers if kind in _BESIDE_ATTENTION else 0
             module.forward = partial(_recur, after + module.layer_idx, Recurrence(module.forward))
         if kind == "NemotronHMamba2Mixer":
-            # transformers bounds the steps of a prompt from below, and those of a decode not (ADR 78).
+            # transformers gives the time steps of a prompt a lower bound, but not those of a decode (ADR 78).
             module.time_step_limit = (0.0, math.inf)
     if type(hf).__name__ == "Mamba2ForCausalLM":
         hf.forward = partial(_pass_step, hf, hf.forward)
@@ -97,7 +97,7 @@ def _pass_step(
     genbatch_step: AttentionStep | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Run Mamba2ForCausalLM, which passes no keyword arguments on to its layers."""
+    """Run Mamba2ForCausalLM, which does not pass keyword arguments on to its layers."""
     if genbatch_step is None:
         return own(input_ids=input_ids, logits_to_keep=logits_to_keep, **kwargs)
     states = hf.backbone(input_ids, use_cache=False, genbatch_step=genbatch_step).last_hidden_state
@@ -136,10 +136,10 @@ class Recurrence:
 
         Args:
             inputs: [n, hidden].
-            state: [elements] float32, returned by an earlier call; None at a text's beginning.
+            state: [elements] float32, returned by an earlier call; None at the beginning of a text.
 
         Returns:
-            The outputs [n, hidden] and the state after them.
+            The outputs [n, hidden] and the state after the last position.
         """
         cache = _State(None if state is None else self._unpacked(state))
         output = self.forward(inputs[None], **{self._cache: cache})[0]
@@ -149,7 +149,7 @@ class Recurrence:
 
     def _unpacked(self, state: torch.Tensor) -> list[torch.Tensor]:
         parts = torch.split(state, [shape.numel() for shape, _ in self._shapes])
-        # Copy the state: some modules change a state in place, and this state belongs to a whole block.
+        # Copy the state: some modules change their state in place, and this state belongs to a whole block.
         pairs = zip(parts, self._shapes, strict=True)
         return [part.view(shape).to(dtype, copy=True) for part, (shape, dtype) in pairs]
 
@@ -162,7 +162,7 @@ class _State:
         self.inputs, self.matrix = (torch.empty(0), torch.empty(0)) if tensors is None else tensors
 
     def is_recording_past(self, layer: int) -> bool:
-        """Whether a single token takes the code path for several tokens."""
+        """Return True, so that a single token takes the code path for several tokens."""
         return True
 
     def has_previous_state(self, layer: int, state_idx: int = 0) -> bool:

@@ -1,16 +1,16 @@
-"""The forward in plain torch: any supported transformers model over the paged pool, on CPU and CUDA.
+"""TorchRunner: runs any supported transformers model in plain torch over the paged pool, on CPU and CUDA.
 
     TorchRunner.forward -- TensorBatch --> the model's own modules --> paged_attention --> TorchStep: keys, values, SDPA
                                                  LoraHooks add adapters' rows
 
-Only attention, and the states of convolutions and recurrences, are ours. The other runners in torch share the batch's
-tensors and the function that transformers' modules call; TorchStep is their oracle.
+Only attention and the states of convolutions and recurrences are our code. The other runners in torch share
+TensorBatch and the function that transformers' modules call. Tests compare these runners with TorchStep.
 """
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
@@ -65,34 +65,29 @@ def to_device(batch: TensorBatch, device: torch.device) -> TensorBatch:
     if device.type == "cpu":
         return batch
 
-    def there(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        return tuple(part.to(device, non_blocking=True) for part in parts)
+    def copied(part: torch.Tensor) -> torch.Tensor:
+        return part.to(device, non_blocking=True)
 
-    input_ids, positions, query_starts, kv_lens, logit_rows = there(
-        (batch.input_ids, batch.positions, batch.query_starts, batch.kv_lens, batch.logit_rows)
-    )
-    return TensorBatch(
-        input_ids=input_ids,
-        positions=positions,
-        query_starts=query_starts,
-        kv_lens=kv_lens,
-        slots=there(batch.slots),
-        block_tables=there(batch.block_tables),
-        logit_rows=logit_rows,
-        max_query_len=batch.max_query_len,
-        max_kv_len=batch.max_kv_len,
-        state_rows=None if batch.state_rows is None else there((batch.state_rows,))[0],
-        adapters=batch.adapters,
+    return replace(
+        batch,
+        input_ids=copied(batch.input_ids),
+        positions=copied(batch.positions),
+        query_starts=copied(batch.query_starts),
+        kv_lens=copied(batch.kv_lens),
+        slots=tuple(map(copied, batch.slots)),
+        block_tables=tuple(map(copied, batch.block_tables)),
+        logit_rows=copied(batch.logit_rows),
+        state_rows=None if batch.state_rows is None else copied(batch.state_rows),
     )
 
 
 def rows_of(tensor: torch.Tensor) -> Rows:
-    """Return rows of logits or states as a runner gives them: an array if they are on the host."""
+    """Return rows of logits or states in the form that a runner returns: an array if the rows are on the host."""
     return tensor.numpy() if tensor.device.type == "cpu" else tensor
 
 
 ATTENTION_NAME = "genbatch_paged"
-"""What `attn_implementation` is set to. transformers builds no mask for a name it does not know one for."""
+"""The value of `attn_implementation`. transformers builds no mask for a name without a registered mask function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,19 +100,19 @@ class AttentionCall:
     value: torch.Tensor  # [T, Hkv, Dv]
     scaling: float
     softcap: float | None  # scores become softcap * tanh(scores / softcap)
-    sinks: torch.Tensor | None  # [H], one more score per head; it takes softmax weight and adds no value
+    sinks: torch.Tensor | None  # [H], an additional score per head, which takes softmax weight and adds no value
     window: int | None  # the module's own setting; the layer group's window is used
 
 
 class AttentionStep(Protocol):
-    """Attention, convolutions and recurrences of one step: each writes to the pool and reads from it."""
+    """The attention, convolutions and recurrences of one step. Each method writes to the pool and reads from it."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Return the layer's attention output, [T, H, Dv]."""
         ...
 
     def convolve(self, layer: int, inputs: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return a short convolution of each entry's inputs, [T, channels]; the arguments are those of `convolved`."""
+        """Return a short convolution of each entry's inputs, [T, channels]; `convolved` describes the arguments."""
         ...
 
     def recur(self, layer: int, inputs: torch.Tensor, run: "StateScan") -> torch.Tensor:
@@ -154,13 +149,13 @@ def paged_attention(
     if genbatch_step is None:
         owner = type(module).__name__
         raise ValueError(
-            f"{owner} was called without a step: the layer around it passes no keyword arguments on to attention, "
-            "so only the native runner can run such a model"
+            f"{owner} was called without a step: its layer does not pass keyword arguments on to attention, "
+            "so only the native runner can run this model"
         )
     if not isinstance(layer, int):
         raise ValueError(f"{type(module).__name__} does not know its layer index")
     if attention_mask is not None:
-        raise ValueError(f"layer {layer} brings its own attention mask")
+        raise ValueError(f"layer {layer} has its own attention mask")
     if position_bias is not None:
         raise ValueError(f"layer {layer} adds a position bias to its scores")
     if is_causal is False or (is_causal is None and getattr(module, "is_causal", True) is False):
@@ -178,7 +173,8 @@ def paged_attention(
     return genbatch_step.attend(call).unsqueeze(0), None
 
 
-# Maps inputs [n, hidden] and the state before them (None at a text's beginning) to outputs [n, hidden] and a state.
+# Maps inputs [n, hidden] and the state before the inputs (None at the beginning of a text) to outputs [n, hidden] and
+# the state after the inputs.
 StateScan: TypeAlias = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -221,7 +217,7 @@ class _GroupPlan:
 class TorchStep:
     """Runs a step in plain torch: it gathers each entry's keys and attends with SDPA (fp32 accumulation).
 
-    This step is the oracle of the faster steps and runs on every device. An entry reads only the keys in its own row
+    Tests compare faster steps with this one, which runs on every device. An entry reads only the keys in its own row
     of the block table, up to its own length. So no key of another sequence can reach the entry.
 
     Args:
@@ -265,7 +261,7 @@ class TorchStep:
     def recur(self, layer: int, inputs: torch.Tensor, run: StateScan) -> torch.Tensor:
         """Write the layer's inputs, then run the layer entry by entry and block by block; returns [T, hidden].
 
-        Each block runs from its beginning, so positions of earlier steps run again; their outputs are dropped.
+        Each block runs from its beginning. So positions of earlier steps run again, and their outputs are dropped.
         """
         plan, pool, size = self._plans[layer], self._pools[layer], self._block_size
         pool.keys[plan.blocks, 0, plan.offsets] = inputs.to(pool.keys.dtype)
@@ -340,7 +336,7 @@ def convolved(inputs: torch.Tensor, num_rows: int, taps: torch.Tensor, bias: tor
     """Return the last rows of a causal depthwise convolution.
 
     Args:
-        inputs: [L, channels], from the first position within the kernel's reach.
+        inputs: [L, channels], from the first position that the kernel reads.
         num_rows: rows of the result.
         taps: [channels, 1, kernel].
         bias: [channels].
@@ -393,7 +389,7 @@ class _Part:
 
 
 class LoraHooks:
-    """Adds the adapters' outputs to those of a module's linears. A step without adapters runs unchanged.
+    """Adds the adapters' outputs to the outputs of a module's linears. A step without adapters runs unchanged.
 
     Args:
         hf: transformers' module.
@@ -459,7 +455,7 @@ class LoraHooks:
 
 
 class TorchRunner:
-    """Runs the model's own modules; only attention is ours. Implements `Runner` and `AdaptingRunner`.
+    """Runs the model's own modules with our attention. Implements `Runner` and `AdaptingRunner`.
 
     Args:
         model: a model that `load_model` returned.
@@ -489,14 +485,14 @@ class TorchRunner:
 
     @property
     def score_bytes(self) -> float:
-        """Return the bytes that attention needs at once per (head, query, key)."""
+        """Return the peak bytes that attention needs for each (head, query, key)."""
         config = self._model.config
         explicit = getattr(config, "attn_logit_softcapping", None) is not None or any(
             getattr(module, "sinks", None) is not None for module in self._model.hf.modules()
         )
         if explicit or self.device.type != "cpu":
             return 16.0  # scores, softcapped scores and weights in float32, and the mask as float32
-        # SDPA on a CPU writes no scores: a mask of the heads that share keys, as bool and as float32.
+        # SDPA on a CPU writes no scores. The heads that share keys need a mask, as bool and as float32.
         return 8.0 / max(shape.num_kv_heads for shape in self._model.layers)
 
     def allocate(self, num_blocks: Sequence[int], block_size: int) -> None:

@@ -1,4 +1,4 @@
-"""TritonRunner: runs the model over the paged pool with Triton kernels on a GPU (tests interpret them on the CPU)."""
+"""TritonRunner: runs the model over the paged pool with Triton kernels on a GPU; tests interpret them on the CPU."""
 
 import dataclasses
 import inspect
@@ -61,8 +61,8 @@ class TritonRunner:
 
     Args:
         model: a model that `load_model` returned.
-        tier: "lean" is our own layer loop for the Llama family, "general" the model's own modules with our
-            attention; "auto" takes the first tier that can run the model.
+        tier: "lean" is our own layer loop for the Llama family. "general" is the model's own modules with our
+            attention. "auto" takes the lean tier if it can run the model, else the general tier.
         graphs: options for capturing decode steps as CUDA graphs; None runs every step eagerly.
         longest: most positions of one sequence; None takes the model's own limit.
         batch_invariant: whether a row's logits must be equal, bit for bit, in every batch.
@@ -91,7 +91,7 @@ class TritonRunner:
         if graphs is not None and model.device.type != "cuda":
             raise OptionError("graphs", f"CUDA graphs need a CUDA device, and {model.name} is on {model.device}")
         lean = tier == "lean" or (tier == "auto" and unfit is None)
-        reason = unfit or "the general tier was asked for"
+        reason = unfit or "the option tier is general"
         if graphs is not None and not lean:
             # No graphs: the model's own modules may wait for the device or allocate differently in each step.
             raise OptionError("graphs", f"only the lean tier can be captured: {reason}")
@@ -143,7 +143,7 @@ class TritonRunner:
         return elements * block_size * self._kv_dtype.itemsize
 
     def own_bytes(self, num_sequences: int, block_size: int) -> int:
-        """Return the device bytes that this runner needs beside the pool and a step's activations.
+        """Return the device bytes that this runner needs in addition to the pool and a step's activations.
 
         Args:
             num_sequences: most sequences that decode in one step.
@@ -163,7 +163,7 @@ class TritonRunner:
         sizes = options.prompt_sizes() if self._lean is not None else []
         num_graphs = 2 * len(options.row_sizes()) + len(sizes)  # with adapters and without
         limits = BatchLimits((0,) * len(self.groups), block_size, self.vocab_size, self._longest)
-        # The graphs share one input; a step comes in a buffer of its own, of which there are three.
+        # All graphs share one input buffer; each step arrives in one of three other buffers.
         shared += 4 * input_size(options, limits)
         logit_rows = most_logit_rows(options.max_prompt_tokens, options.max_batch_size)
         shared += logit_rows * self.vocab_size * (4 + self._dtype.itemsize)
@@ -179,7 +179,7 @@ class TritonRunner:
         pools: dict[int, LayerPool] = {}
         for index, (group, count) in enumerate(zip(self.groups, num_blocks, strict=True)):
             elements = self.bytes_per_block(index, block_size) // self._kv_dtype.itemsize
-            # torch copies no blocks of FP8.
+            # torch cannot copy blocks of FP8, so the storage holds bytes.
             kind = torch.uint8 if self._kv_dtype.itemsize == 1 else self._kv_dtype
             self._storages.append(torch.zeros((count, elements), dtype=kind, device=self._device))
             storage = self._storages[-1].view(self._kv_dtype)
@@ -353,11 +353,11 @@ class TritonRunner:
         """Run one decode step on the device; returns its logits and leaves its tokens there for the next step.
 
         Args:
-            tables: the adapters that the step's numbers name; None takes those of now.
+            tables: the tables to which the step's adapter numbers refer; None takes the current tables.
         """
         rows = len(step.draws)
         if self._lean is not None:
-            # All graphs and eager steps share one buffer: in one stream a step draws before the next step's logits.
+            # All graphs and eager steps share one buffer: in one stream a step draws before the next writes its logits.
             out = None if self._logits is None or rows > len(self._logits) else self._logits[:rows]
             if step.adapters is not None:
                 assert isinstance(self._lora, DeviceLora)
@@ -459,13 +459,13 @@ def check_model(model: "Model") -> None:
     if interpreted and model.dtype == "bfloat16":
         raise OptionError("dtype", "Triton's interpreter computes bfloat16 wrongly; use float32 or float16")
     if any(group.sink_tokens for group in model.groups):
-        raise ModelError(model.name, "its windows keep sinks in sight, and the Triton kernels know none")
+        raise ModelError(model.name, "it attends to sink tokens beside its window, which the Triton kernels do not do")
     if any(group.convolves or group.recurs for group in model.groups):
         raise ModelError(model.name, "it has convolutions or recurrences, which the Triton kernels do not compute")
     for layer, shape in enumerate(model.layers):
         if shape.key_dim != shape.value_dim:
             reason = f"layer {layer} has keys of {shape.key_dim} and values of {shape.value_dim} elements"
-            raise ModelError(model.name, f"{reason}; the Triton kernels want them equal")
+            raise ModelError(model.name, f"{reason}; the Triton kernels need equal sizes")
         if shape.key_dim > _MAX_HEAD_SIZE:
             reason = f"layer {layer} has heads of {shape.key_dim} elements"
-            raise ModelError(model.name, f"{reason}; the Triton kernels go to {_MAX_HEAD_SIZE}")
+            raise ModelError(model.name, f"{reason}; the Triton kernels take at most {_MAX_HEAD_SIZE}")

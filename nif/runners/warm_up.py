@@ -1,8 +1,8 @@
 """WarmUp: compiles every kernel variant that a request may need, before the first request comes.
 
-Triton compiles a kernel at its first launch with new constants, and cuBLAS allocates at its first product. Each takes
-up to a second, and every caller would wait. So WarmUp runs steps of padding rows, which have slot -1 and write nothing
-to the pool.
+Triton compiles a kernel at its first launch with new constants, and cuBLAS allocates at its first product. Each of
+these takes up to a second, and every caller would wait. So WarmUp runs steps of padding rows, which have slot -1 and
+write nothing to the pool.
 """
 
 import logging
@@ -24,8 +24,8 @@ from genbatch.nif.runners.torch_runner import TensorBatch, to_device
 log = logging.getLogger("genbatch")
 
 _ROWS = (1, 2, 17, 33, 65)
-"""One number of rows for each tile of our own products, and one for the library's."""
-_FEW = 2  # rows of logits that the warm-up edits and reads
+"""A number of rows for each tile size of our own matrix products, and one for the library's products."""
+_NUM_LOGIT_ROWS = 2  # rows of logits that the warm-up edits and reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class WarmUp:
         limits: the pool's and the model's limits.
         device: the kernels' device.
         decode: runs a decode step on the device; its second argument says whether the rows have adapters.
-        evaluate: runs a step with a prompt on the device.
+        evaluate: runs a step with a prompt on the device; its second argument says whether the rows have adapters.
         storages: per layer group [num_blocks, elements of a block].
         most_rows: most rows of a decode step.
         adapts: whether `decode` and `evaluate` support rows with adapters.
@@ -63,18 +63,18 @@ class WarmUp:
 
     def _works(self) -> Iterator[tuple[str, Callable[[], object]]]:
         for adapted in (False, True) if self.adapts else (False,):
-            beside = " with adapters" if adapted else ""
+            suffix = " with adapters" if adapted else ""
             for rows in sorted({min(rows, self.most_rows) for rows in _ROWS}):
-                yield f"decodes of {rows} rows{beside}", partial(self._decode, rows, adapted)
+                yield f"decodes of {rows} rows{suffix}", partial(self._decode, rows, adapted)
             for tokens in sorted({min(1 + rows, self.limits.max_position) for rows in _ROWS}):
-                yield f"a prompt of {tokens} tokens{beside}", partial(self._evaluate, tokens, adapted)
+                yield f"a prompt of {tokens} tokens{suffix}", partial(self._evaluate, tokens, adapted)
         yield "penalties and log-probabilities", self._edit
         yield "copies of blocks", self._copy
 
     def _decode(self, rows: int, adapted: bool) -> None:
         step = empty_step(GraphKey(rows, self.limits.max_position), len(self.storages), self.limits.block_size)
         batch = to_device(step.batch, self.device)
-        self.evaluate(batch, adapted)  # a decode step that is not launched ahead: all of its input tokens are known
+        self.evaluate(batch, adapted)  # covers decode steps that are not launched ahead
         self.decode(DecodeStep(batch, step.draws.to(self.device)), adapted)
 
     def _evaluate(self, tokens: int, adapted: bool) -> None:
@@ -94,10 +94,10 @@ class WarmUp:
         self.evaluate(to_device(batch, self.device), adapted)
 
     def _edit(self) -> None:
-        logits = torch.zeros((_FEW, self.limits.vocab_size), dtype=torch.float32, device=self.device)
+        logits = torch.zeros((_NUM_LOGIT_ROWS, self.limits.vocab_size), dtype=torch.float32, device=self.device)
         ones = np.ones(1, np.float32)
-        edit_logits(logits, [(np.zeros(1, np.int64), ones, ones)] * _FEW)
-        gather_logprobs(logits, torch.zeros((_FEW, 1), dtype=torch.int64, device=self.device))
+        edit_logits(logits, [(np.zeros(1, np.int64), ones, ones)] * _NUM_LOGIT_ROWS)
+        gather_logprobs(logits, torch.zeros((_NUM_LOGIT_ROWS, 1), dtype=torch.int64, device=self.device))
 
     def _copy(self) -> None:
         nowhere = torch.full((1, 2), -1, dtype=torch.int64, device=self.device)

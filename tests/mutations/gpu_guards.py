@@ -50,13 +50,13 @@ GPU_GUARDS = (
         "a sequence comes back without its last positions",
     ),
     Mutation(
-        "a step waits until what it writes over is gathered",
+        "a step waits until the blocks that it overwrites are gathered",
         dropped,
         SWAPPED,
         "a sequence comes back with another's positions",
     ),
     Mutation(
-        "blocks come back after who read what was there",
+        "blocks come back after earlier reads of their place",
         dropped,
         SWAPPED,
         "a running step reads a block that changes",

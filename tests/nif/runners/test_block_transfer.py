@@ -9,7 +9,7 @@ from genbatch.nif.runners.block_transfer import BlockTransfer
 
 @pytest.mark.parametrize("at_once", [1, 64, 100, 2**20])
 def test_h16_blocks_come_back_whole_in_parts_of_any_size(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_transfer, "_AT_ONCE", at_once)
+    monkeypatch.setattr(block_transfer, "_MAX_GATHERED_BYTES", at_once)
     transfer = BlockTransfer(torch.device("cpu"))
     pool = torch.arange(7 * 8, dtype=torch.float32).view(7, 8)
     before = pool.clone()

@@ -310,7 +310,7 @@ def test_no_more_than_two_steps_are_under_way(tiny_model: Any) -> None:
     runner = allocated(tiny_model("llama"))
     first = runner.launch(decodes(5), GREEDY, None)
     second = runner.launch(decodes(5, 3), GREEDY, first)
-    with pytest.raises(AssertionError, match="two steps"):
+    with pytest.raises(AssertionError, match="two launched steps"):
         runner.launch(decodes(5), GREEDY, second)
     first.wait()
     with pytest.raises(AssertionError, match="last step"):

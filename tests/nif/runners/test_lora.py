@@ -122,7 +122,7 @@ def test_launched_steps_with_adapters_draw_what_peft_says(
 ) -> None:
     """Each row names its adapter by a number on the device, as a captured step reads it."""
     if way == "library":
-        monkeypatch.setattr("genbatch.nif.runners.lean_llama._FEW_ROWS", 0)
+        monkeypatch.setattr("genbatch.nif.runners.lean_llama._MAX_OWN_ROWS", 0)
     runner = TritonRunner(model, tier="lean")
     ctx = open_context(model, runner, adapter_dirs)
     if way == "graphs":

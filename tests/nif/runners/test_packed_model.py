@@ -60,7 +60,7 @@ def test_a_long_prompt_of_a_packed_model_has_the_librarys_products_and_the_same_
     tiny_model_dir: Callable[[str], Path], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = pack_model(load_model(str(tiny_model_dir("qwen3")), dtype="float32", n_gpu_layers=0), kind, CPU)
-    monkeypatch.setattr(lean_llama, "_FEW_ROWS", 4)
+    monkeypatch.setattr(lean_llama, "_MAX_OWN_ROWS", 4)
     prompt = [3 + 7 * index for index in range(6)]
     logits, launched, budget = {}, {}, {}
     for in_order in (False, True):
