@@ -1,1 +1,1 @@
-"""The GPU kernels in Triton, each with its plain-torch twin."""
+"""GPU kernels in Triton. Each kernel has a plain-torch twin, with which tests compare it."""

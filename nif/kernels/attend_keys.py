@@ -1,4 +1,4 @@
-"""Shared by the attention kernels: tile sizes, and the inner loop, an online softmax over one sequence's blocks."""
+"""The attention kernels share these tile sizes and this inner loop, an online softmax over one sequence's blocks."""
 # A kernel's arguments are Triton's, not Python's: type checkers see only the launchers.
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
 # mypy: disallow-incomplete-defs=False
@@ -10,13 +10,13 @@ import triton.language as tl
 
 _MIN_DOT_ROWS = 16  # the smallest extent that tl.dot takes
 SHARE = 256
-"""Keys of a share near the beginning; with fewer, joining costs more than the parallelism saves."""
-_FLAT_SHARES = tl.constexpr(32)  # of this size; behind them
-_SHARES_PER_DOUBLING = tl.constexpr(16)  # of twice the size, then of four times the size, ...
-_DOUBLINGS = tl.constexpr(17)  # reach 2**30 positions
+"""Keys of a share near the beginning. With fewer keys, joining costs more time than the parallelism saves."""
+_FLAT_SHARES = tl.constexpr(32)  # number of shares of this size; behind them
+_SHARES_PER_DOUBLING = tl.constexpr(16)  # number of shares of twice the size, then of four times the size, ...
+_DOUBLINGS = tl.constexpr(17)  # enough for 2**30 positions
 _REGISTERS = 65_536  # of a multiprocessor
 LARGE_SHARED_MEMORY = 228 * 1024
-"""Bytes of a multiprocessor from 9.0 on, but for 12.0."""
+"""Bytes of a multiprocessor from compute capability 9.0 on, except 12.0."""
 _BLOCK_OVERHEAD = 1024  # bytes of shared memory that the device takes for each program
 
 
@@ -28,11 +28,11 @@ class Tile:
     keys: int
     num_warps: int
     num_stages: int
-    registers: int | None = None  # most of a thread; None leaves their number to the compiler
+    registers: int | None = None  # limit for a thread; None lets the compiler choose
 
 
 def head_pad(head_size: int) -> int:
-    """The extent of a tile along the head."""
+    """Return the extent of a tile along the head."""
     return max(_MIN_DOT_ROWS, int(triton.next_power_of_2(head_size)))
 
 
@@ -45,30 +45,30 @@ def tile_shape(
     in_order: bool = False,
     shared_memory: int = LARGE_SHARED_MEMORY,
 ) -> Tile:
-    """The tile for `group` query heads a KV head.
+    """Choose the tile for `group` query heads that share a KV head.
 
     Args:
         element_size: bytes of a cached number; 4 if the queries are float32.
-        decode: of one token a sequence; else of chunks.
-        in_order: chunks round as decodes do: the decodes' tile, with fewer stages, as chunks keep more beside it in
-            registers. Stages change no sum.
-        shared_memory: bytes of a multiprocessor. GPUs that have much of it multiply from there; the others multiply
-            from registers, and a tile of theirs holds fewer keys.
+        decode: whether the tile is for decodes, with one token a sequence; else it is for chunks.
+        in_order: whether chunks round as decodes do. They then have the decodes' tile with fewer stages, because chunks
+            need more registers beside it. Stages do not change a sum.
+        shared_memory: bytes of a multiprocessor. GPUs with much shared memory multiply from there. Other GPUs multiply
+            from registers, so their tiles hold fewer keys.
     """
     needed = max(_MIN_DOT_ROWS, triton.next_power_of_2(group))
     if element_size > 2:
         return Tile(needed, 16, 4, 1)  # float32 has no fast dot product: larger tiles only spill registers
     wide = head_size > 128  # such tiles must stay small to fit shared memory
     if decode or in_order:
-        # Triton 3.6 spills registers with more keys for wide heads, and for heads that a mask cuts from a tile of 128.
-        # Numbers of FP8 take registers to become wider ones.
+        # With more keys Triton 3.6 spills registers for wide heads, and for heads that a mask cuts from a tile of 128.
+        # Converting FP8 numbers takes registers, too.
         is_tight = element_size == 1 or 64 < head_size < 128
         keys = 16 if wide else 32 if is_tight else 64
-        # The block ids, which addresses wait for, take stages too. With 5, keys and values have two buffers each, and
-        # with 4 one. On an H100 both were as fast: registers allow three programs either way.
+        # Addresses wait for block ids, so block ids take stages, too. With 5 stages, keys and values have two buffers
+        # each; with 4 stages they have one. On an H100 both were as fast: registers allow three programs either way.
         stages = (4 if keys == 64 else 5) if decode else 3 if keys == 64 else 2
-        # By itself ptxas takes fewer registers than there are, and spills some: with Triton 3.6 in wide chunks and over
-        # FP8, and with 3.9 in decodes of heads of 64 for 12.0.
+        # Without a limit ptxas takes fewer registers than the GPU has, and spills some: with Triton 3.6 in wide chunks
+        # and over FP8, and with Triton 3.9 in decodes of heads of 64 for compute capability 12.0.
         registers = _decode_registers(head_size) if decode else 200 if wide or element_size == 1 else None
         return Tile(needed, keys, 4, stages, registers)
     is_large = shared_memory >= LARGE_SHARED_MEMORY
@@ -80,25 +80,25 @@ def tile_shape(
 
 
 def programs_per_processor(tile: Tile, head_size: int, element_size: int, shared_memory: int) -> int:
-    """Decode programs that one multiprocessor runs at a time. A program more than these runs alone, after the others.
+    """Return how many decode programs one multiprocessor runs at a time. Each further program runs after the others.
 
     Args:
-        tile: the decodes'.
+        tile: the tile of decodes.
         element_size: bytes of an element of the cache.
         shared_memory: bytes of a multiprocessor.
     """
     if element_size > 2:
         return 4  # float32 keeps keys in registers
     padded = head_pad(head_size)
-    pairs = 1 if tile.num_stages <= 4 else 2  # of keys' and values' buffers
-    # Beside them are the query, the block ids and the weights.
+    pairs = 1 if tile.num_stages <= 4 else 2  # of buffers for keys and values
+    # The query, the block ids and the weights take shared memory, too.
     shared = 2 * pairs * tile.keys * padded * element_size + 32 * padded + 3584
     registers = _decode_registers(head_size)
     return max(1, min(shared_memory // (shared + _BLOCK_OVERHEAD), _REGISTERS // (32 * tile.num_warps * registers)))
 
 
 def _decode_registers(head_size: int) -> int:
-    """The most registers of a decode's thread: Triton 3.6 and 3.9 need no more."""
+    """Return the limit of registers for a decode's thread: Triton 3.6 and 3.9 need no more."""
     return 128 if head_size <= 64 else 168
 
 
@@ -119,13 +119,13 @@ def num_shares(length: int, share: int) -> int:
 
 
 def max_shares(num_sequences: int, max_kv_len: int, share: int) -> int:
-    """Most shares that decodes of so many sequences have."""
+    """Return the most shares that the decodes of `num_sequences` sequences have."""
     return num_sequences * num_shares(max_kv_len, share)
 
 
 @triton.jit
 def whole_shares(positions, SHARE: tl.constexpr):
-    """How many whole shares lie before each position, which is also the number of the share that it is in."""
+    """Return the number of whole shares before each position. This is also the index of the position's own share."""
     count = tl.minimum(positions // SHARE, _FLAT_SHARES)
     for doubling in tl.static_range(_DOUBLINGS):
         behind = positions - ((_FLAT_SHARES * SHARE) << doubling)
@@ -135,7 +135,7 @@ def whole_shares(positions, SHARE: tl.constexpr):
 
 @triton.jit
 def share_begin(number, SHARE: tl.constexpr):
-    """The position at which a share begins."""
+    """Return the position at which a share begins."""
     doublings = tl.maximum(number - _FLAT_SHARES + _SHARES_PER_DOUBLING, 0) // _SHARES_PER_DOUBLING
     # Shares 16, 32, 48, 64, ... begin at 16, 32, 64, 128, ... times the smallest size.
     size = (doublings * 0 + SHARE) << tl.maximum(doublings - 1, 0)
@@ -148,17 +148,17 @@ def share_begin(number, SHARE: tl.constexpr):
 
 @triton.jit
 def share_end(begin, SHARE: tl.constexpr):
-    """The position behind a share that begins at `begin`."""
+    """Return the first position after the share that begins at `begin`."""
     largest = begin | (begin >> 1)
     largest |= largest >> 2
     largest |= largest >> 4
     largest |= largest >> 8
     largest |= largest >> 16
-    # The largest power of two up to `begin`, of which a share is a sixteenth.
+    # A share is a sixteenth of the largest power of two up to `begin`.
     return begin + tl.maximum((largest + 1) // (2 * _SHARES_PER_DOUBLING), SHARE)
 
 
-# exp(x) = exp2(x * log2(e)), and exp2 is the instruction that the GPU has.
+# exp(x) = exp2(x * log2(e)). The GPU has an instruction for exp2 only.
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -167,7 +167,7 @@ def attend_keys(
     query,  # [ROWS, HEAD_PAD]
     query_positions,  # [ROWS], negative where the row is padding
     first_key,  # a multiple of KEYS
-    whole_key,  # every row sees all keys before it, read where HAS_WHOLE
+    whole_key,  # every row sees all keys before this position; read if HAS_WHOLE
     end_key,
     table_ptr,
     key_ptr,
@@ -186,12 +186,12 @@ def attend_keys(
     HAS_WINDOW: tl.constexpr,
     HAS_WHOLE: tl.constexpr,
 ):
-    """Online softmax over the keys at positions [first_key, end_key) of one sequence and KV head."""
+    """Compute an online softmax over the keys at positions [first_key, end_key) of one sequence and KV head."""
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     output = tl.zeros([ROWS, HEAD_PAD], tl.float32)
     if HAS_WHOLE:
-        # Most keys of a long prompt's chunk are seen by all of its rows: they need no comparison of positions.
+        # All rows of a long prompt's chunk see most keys, which therefore need no comparison of positions.
         whole_key = tl.maximum(whole_key // KEYS * KEYS, first_key)
         for start in range(first_key, whole_key, KEYS):
             output, maximum, total = _attend_tile(
@@ -211,9 +211,9 @@ def attend_keys(
 
 @triton.jit
 def _converted(numbers, kind: tl.constexpr):
-    """Convert cached numbers to the query's type. Without FP8 they have this type already."""
+    """Convert cached numbers to the query's type. Numbers other than FP8 have this type already."""
     if numbers.dtype.is_fp8():
-        numbers = numbers.to(tl.float32).to(kind)  # Triton 3.6 has no way from fp8 to bfloat16 on 8.9
+        numbers = numbers.to(tl.float32).to(kind)  # on GPUs of 8.9, Triton 3.6 cannot convert fp8 to bfloat16
     return numbers
 
 
@@ -242,13 +242,13 @@ def _attend_tile(
     HAS_WINDOW: tl.constexpr,
     IS_EDGE: tl.constexpr,  # else every row sees every key of the tile
 ):
-    """Add KEYS keys from `start` on to the online softmax."""
+    """Add the KEYS keys from position `start` on to the online softmax."""
     dims = tl.arange(0, HEAD_PAD)
     in_head = dims < HEAD
     positions = start + tl.arange(0, KEYS)
-    # One id a position, though a block has many: Triton 3.6 pipelines no loads whose addresses were reshaped.
+    # Load an id for each position, not for each block: Triton 3.6 pipelines no loads from reshaped addresses.
     blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=positions < end_key, other=-1)
-    # The planner has refused bad tables; `readable` keeps even one damaged later from reading outside the pool.
+    # The host checks block tables. `readable` keeps even a table that is damaged later from reading outside the pool.
     readable = (blocks >= 0) & (blocks < num_blocks)
     # A pool outgrows 2**31 elements: widen before multiplying.
     offsets = blocks.to(tl.int64) * block_stride + (positions % BLOCK_SIZE) * HEAD
@@ -282,7 +282,7 @@ def _attend_tile(
 
 @triton.jit
 def join_softmax(output, maximum, total, more_output, more_maximum, more_total):
-    """Two shares of the keys as one: weighted sums [ROWS, HEAD_PAD], their maxima and totals [ROWS]."""
+    """Join two shares of the keys: weighted sums [ROWS, HEAD_PAD], their maxima and totals [ROWS]."""
     new_maximum = tl.maximum(maximum, more_maximum)
     shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
     old = tl.exp2(maximum - shift)
@@ -292,9 +292,9 @@ def join_softmax(output, maximum, total, more_output, more_maximum, more_total):
 
 @triton.jit
 def finish_softmax(output, maximum, total, heads, used, sinks_ptr, HAS_SINKS: tl.constexpr):
-    """The attention output [ROWS, HEAD_PAD]; a row without a single valid key (padding) gives zeros, not 0 / 0."""
+    """Return the attention output [ROWS, HEAD_PAD]. A padding row has no valid key and gives zeros, not 0 / 0."""
     if HAS_SINKS:
-        # A sink is one more score of the head: it takes weight and gives no value.
+        # A sink is an additional score of the head, which takes weight and gives no value.
         sink = tl.load(sinks_ptr + heads, mask=used, other=0.0).to(tl.float32) * LOG2_E
         new_maximum = tl.maximum(maximum, sink)
         correction = tl.exp2(maximum - new_maximum)

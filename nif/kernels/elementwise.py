@@ -1,7 +1,7 @@
-"""The small kernels of a layer: RMSNorm, rotary embeddings with the write into the KV cache, the gated activation, and
-copies of whole KV blocks.
+"""Small kernels of a layer: RMSNorm, rotary embeddings with the cache write, the gated activation, and block copies.
 
-Each has its plain-torch twin in tests/nif/kernels/reference.py."""
+Each kernel has a plain-torch twin in tests/nif/kernels/reference.py.
+"""
 # A kernel's arguments are Triton's, not Python's: type checkers see only the launchers.
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
 # mypy: disallow-incomplete-defs=False
@@ -16,12 +16,12 @@ def store_in_cache(cells, numbers, mask):
     """Store keys or values in the cache's type. FP8 (E4M3) saturates at 448; NaN stays NaN."""
     kind: tl.constexpr = cells.dtype.scalar.element_ty
     if kind.is_fp8():
-        # By integers: Triton's interpreter rounds to FP8 otherwise than a GPU does.
+        # Round with integers, because Triton's interpreter rounds to FP8 otherwise than a GPU.
         wide = numbers.to(tl.float32)
         size = tl.minimum(tl.abs(wide), 448.0)
         bits = size.to(tl.int32, bitcast=True)
         normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-        # A sum with 2**14 is rounded to multiples of 2**-9, the smallest number's size.
+        # Adding 2**14 rounds to multiples of 2**-9, the smallest FP8 number above 0.
         small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
         code = tl.where(size < 0.015625, small, normal)
         code = tl.where(wide == wide, code | ((wide.to(tl.int32, bitcast=True) >> 24) & 0x80), 0x7F)
@@ -41,13 +41,13 @@ def _add_rms_norm_kernel(
     PAD: tl.constexpr,
     HAS_DELTA: tl.constexpr,
 ):
-    """One program: one row."""
+    """One program handles one row."""
     row = tl.program_id(0).to(tl.int64) * WIDTH
     columns = tl.arange(0, PAD)
     mask = columns < WIDTH
     residual = tl.load(residual_ptr + row + columns, mask=mask, other=0.0)
     if HAS_DELTA:
-        # Summed in float32, then rounded: the sum that the next layer adds to is the one normalised here.
+        # Add in float32, then round: the norm is of the rounded sum, to which the next layer adds.
         delta = tl.load(delta_ptr + row + columns, mask=mask, other=0.0)
         residual = (residual.to(tl.float32) + delta.to(tl.float32)).to(residual.dtype)
         tl.store(residual_ptr + row + columns, residual, mask=mask)
@@ -58,11 +58,11 @@ def _add_rms_norm_kernel(
 
 
 def add_rms_norm(residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Adds `delta` to `residual` in place, and returns the sum's RMSNorm times `weight`.
+    """Add `delta` to `residual` in place; returns the sum's RMSNorm times `weight`.
 
     Args:
         residual: [T, width], contiguous, changed.
-        delta: [T, width], contiguous; None leaves the residual alone.
+        delta: [T, width], contiguous; None leaves the residual unchanged.
         weight: [width].
     """
     rows, width = residual.shape
@@ -95,7 +95,7 @@ def _load_rotated(
     HEAD: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
-    """The two halves of every head after the optional per-head RMSNorm and the rotation, in float32."""
+    """Return the two halves of every head after the optional per-head RMSNorm and the rotation, in float32."""
     HALF: tl.constexpr = HEAD // 2
     offsets = heads[:, None] * HEAD + dims[None, :]
     first = tl.load(source_ptr + offsets, mask=mask, other=0.0)
@@ -109,7 +109,7 @@ def _load_rotated(
         factor = 1.0 / tl.sqrt(square + eps)
         first_weight = tl.load(norm_ptr + dims, mask=in_half, other=0.0)
         second_weight = tl.load(norm_ptr + HALF + dims, mask=in_half, other=0.0)
-        # Rounded to the model's type before the weight, as the models themselves do.
+        # Round to the model's type before multiplying with the weight, as the models themselves do.
         first = ((first * factor[:, None]).to(kind) * first_weight[None, :]).to(tl.float32)
         second = ((second * factor[:, None]).to(kind) * second_weight[None, :]).to(tl.float32)
     return first * cos[None, :] - second * sin[None, :], second * cos[None, :] + first * sin[None, :]
@@ -140,7 +140,7 @@ def _rope_cache_kernel(
     HALF_PAD: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
-    """One program: all heads of one token."""
+    """One program handles all heads of one token."""
     token = tl.program_id(0).to(tl.int64)
     HALF: tl.constexpr = HEAD // 2
     dims = tl.arange(0, HALF_PAD)
@@ -193,7 +193,7 @@ def _write_kv_kernel(
     KV_PAD: tl.constexpr,
     HEAD_PAD: tl.constexpr,
 ):
-    """One program: all KV heads of one token."""
+    """One program handles all KV heads of one token."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
     if (slot < 0) | (slot >= num_slots):
@@ -222,12 +222,12 @@ def rope_and_write(
     key_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """Normalises each query and key head if asked, rotates them, and writes keys and values to their slots.
+    """Rotate the query and key heads, and write keys and values to their slots; a per-head RMSNorm may come first.
 
     Args:
         qkv: [T, (num_heads + 2 * num_kv_heads) * head_size], contiguous: queries, keys, values.
         key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_size], written.
-        slots: [T] int64, block id * block_size + offset; a negative one is skipped.
+        slots: [T] int64, block id * block_size + offset; a negative slot is skipped.
         positions: [T] int64, below the length of the tables.
         cos, sin: [positions, head_size // 2] float32.
         query_norm, key_norm: [head_size] weights of a per-head RMSNorm, both or neither.
@@ -273,7 +273,7 @@ def write_kv(
     value_cache: torch.Tensor,
     slots: torch.Tensor,
 ) -> None:
-    """Writes keys and values [T, num_kv_heads, head_size] to their slots; a negative slot is skipped.
+    """Write keys and values [T, num_kv_heads, head_size] to their slots; a negative slot is skipped.
 
     The last dimension of `key` and `value` is contiguous; the others may have any stride.
     """
@@ -305,7 +305,7 @@ _SILU_CHUNK = 1024  # columns a program covers
 
 @triton.jit
 def _silu_mul_kernel(out_ptr, gate_up_ptr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
-    """One program: one chunk of one row."""
+    """One program handles one chunk of one row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     mask = columns < WIDTH
@@ -317,7 +317,7 @@ def _silu_mul_kernel(out_ptr, gate_up_ptr, WIDTH: tl.constexpr, CHUNK: tl.conste
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up for `gate_up` [T, 2 * width], contiguous, gate first; returns [T, width]."""
+    """Return silu(gate) * up [T, width] for `gate_up` [T, 2 * width], contiguous, gate first."""
     rows, both = gate_up.shape
     width = both // 2
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
@@ -331,7 +331,7 @@ _COPY_CHUNK = 2048  # elements a program copies
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def _copy_blocks_kernel(pool_ptr, pairs_ptr, num_blocks, block_elements, CHUNK: tl.constexpr):
-    """One program: one chunk of one pair's block."""
+    """One program handles one chunk of one pair's block."""
     pair = tl.program_id(0)
     source = tl.load(pairs_ptr + 2 * pair)
     target = tl.load(pairs_ptr + 2 * pair + 1)
@@ -344,11 +344,11 @@ def _copy_blocks_kernel(pool_ptr, pairs_ptr, num_blocks, block_elements, CHUNK: 
 
 
 def copy_blocks(pool: torch.Tensor, pairs: torch.Tensor) -> None:
-    """Copies blocks within the pool.
+    """Copy blocks within the pool.
 
     Args:
         pool: [num_blocks, ...], contiguous.
-        pairs: [N, 2] int64 (source, target); no target is another pair's source or target, as the copies race.
+        pairs: [N, 2] int64 (source, target). The copies race, so no target may be another pair's source or target.
     """
     num_blocks = pool.shape[0]
     elements = pool[0].numel()

@@ -1,11 +1,12 @@
-"""Our own matrix product, for steps of few rows: x @ weight.T and what comes before and after it in one launch.
+"""Our own matrix product for steps of few rows. One launch computes x @ weight.T and the operations around it.
 
-Before it, RMSNorm of the residual. After it one of: nothing, the gated activation, the rotation of heads together with
-the cache writes, or the addition to the residual. A layer of a decode step is then six launches, attention's two
-included. Weights may be packed to 8 or 4 bits (weights only): reading them is most of what a decode step does.
+Before the product, a launch may compute the RMSNorm of the residual. After the product, it may compute the gated
+activation, the rotation of heads with the cache writes, or the addition to the residual. A layer of a decode step then
+takes six launches, including attention's two. Weights may be packed to 8 or 4 bits (weights only), because reading the
+weights takes most of a decode step.
 
-How a row is computed depends on the weight's shape and on the tile alone: with one tile for all steps, a row is the
-same whatever the other rows are. The plain-torch twins are the functions of `TileLinear`'s names in `reference`.
+A row's result depends on the row, on the weight's shape and on the tile. With one tile for all steps, other rows cannot
+change a row. The plain-torch twins are the functions in `reference` with the names of `TileLinear`'s methods.
 """
 # A kernel's arguments are Triton's, not Python's: type checkers see only the launchers.
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
@@ -30,13 +31,13 @@ from genbatch.nif.kernels.packed_weight import (
 
 _PLAIN = tl.constexpr(0)
 _RESIDUAL = tl.constexpr(1)
-_SILU = tl.constexpr(2)  # from here on a program computes pairs of outputs
+_SILU = tl.constexpr(2)  # from this number on, a program computes pairs of outputs
 _ROPE = tl.constexpr(3)
 
 
 @triton.jit
 def _times_full(acc, x, weight_ptr, outputs, used, columns, inside, K: tl.constexpr):
-    """Adds the tile's product with weights of the model's type, [outputs, K]."""
+    """Return `acc` plus the tile's product with weights [outputs, K] of the model's type."""
     weight = tl.load(
         weight_ptr + outputs.to(tl.int64)[None, :] * K + columns[:, None],
         mask=used[None, :] & inside[:, None],
@@ -47,7 +48,7 @@ def _times_full(acc, x, weight_ptr, outputs, used, columns, inside, K: tl.conste
 
 @triton.jit
 def _parted_input(x_ptr, norm_ptr, factor, rows, known, columns, x_stride, K: tl.constexpr, HAS_NORM: tl.constexpr):
-    """The input [SPLITS, ROWS, KS] at these columns [SPLITS, KS], after the norm; rounds where the models round."""
+    """Return the normed input [SPLITS, ROWS, KS] at columns [SPLITS, KS]. It rounds where the models round."""
     inside = columns < K
     x = tl.load(
         x_ptr + rows.to(tl.int64)[None, :, None] * x_stride + columns[:, None, :],
@@ -62,7 +63,7 @@ def _parted_input(x_ptr, norm_ptr, factor, rows, known, columns, x_stride, K: tl
 
 @triton.jit
 def _rotated(first, second, norm_ptr, dims, in_half, cos, sin, eps, HEAD: tl.constexpr, HAS_NORM: tl.constexpr):
-    """The halves of a head [ROWS, HALF] after the optional per-head RMSNorm and the rotation, in float32."""
+    """Return a head's halves [ROWS, HALF] after the optional per-head RMSNorm and the rotation, in float32."""
     kind = first.dtype
     first = first.to(tl.float32)
     second = second.to(tl.float32)
@@ -77,15 +78,15 @@ def _rotated(first, second, norm_ptr, dims, in_half, cos, sin, eps, HEAD: tl.con
 
 @triton.jit(do_not_specialize=["num_rows", "num_slots", "num_positions"])
 def _linear_kernel(
-    out_ptr,  # [num_rows, out_stride]; for _ROPE the queries, for _RESIDUAL the residual that is added to
-    x_ptr,  # [num_rows, K] with stride; the residual where HAS_NORM
+    out_ptr,  # [num_rows, out_stride]; for _ROPE the queries, for _RESIDUAL the residual, which is updated
+    x_ptr,  # [num_rows, K] with stride; the residual if HAS_NORM
     weight_ptr,  # [N, K], or packed
     scale_ptr,  # see `PackedWeight.scales`; None for weights of the model's type
     bias_ptr,  # [N] or None
-    sums_ptr,  # [num_rows, PARTS] float32: the input's squares where HAS_NORM
+    sums_ptr,  # [num_rows, PARTS] float32: sums of the input's squares if HAS_NORM
     norm_ptr,  # [K] or None
-    out_sums_ptr,  # [num_rows, tiles along N] float32: the new residual's squares, for _RESIDUAL
-    slots_ptr,  # from here on for _ROPE: see `rope_cache`
+    out_sums_ptr,  # [num_rows, tiles along N] float32: sums of the new residual's squares, for _RESIDUAL
+    slots_ptr,  # this and the next seven are for _ROPE: see `elementwise.rope_and_write`
     positions_ptr,
     cos_ptr,
     sin_ptr,
@@ -93,7 +94,7 @@ def _linear_kernel(
     value_ptr,
     query_norm_ptr,
     key_norm_ptr,
-    delta_ptr,  # [num_rows, N] float32, what adapters add to the product, or None
+    delta_ptr,  # [num_rows, N] float32, the adapters' addend to the product, or None
     num_rows,
     num_slots,
     num_positions,
@@ -109,7 +110,7 @@ def _linear_kernel(
     COLUMNS: tl.constexpr,
     KS: tl.constexpr,
     SPLITS: tl.constexpr,  # of the inputs of packed weights
-    NIBBLE_OFFSET: tl.constexpr,  # see `_nibbles`
+    NIBBLE_OFFSET: tl.constexpr,  # see `packed_weight._nibbles`
     BITS: tl.constexpr,  # of a packed weight: 4, 8, or 0 for the model's type
     GROUP: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
@@ -121,15 +122,18 @@ def _linear_kernel(
     BLOCK_SIZE: tl.constexpr,
     HAS_HEAD_NORM: tl.constexpr,
 ):
-    """One program: ROWS rows and COLUMNS outputs, or as many pairs of outputs (gate and up, or a head's two halves)."""
+    """One program handles ROWS rows and COLUMNS outputs, or COLUMNS pairs of outputs.
+
+    A pair is a gate and its up projection, or a number of a head's first half and its partner in the second half.
+    """
     PAIRS: tl.constexpr = AFTER >= _SILU
     tile = tl.program_id(1)
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # those that read the same weights run one after another
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # programs with the same weights run one after another
     known = rows < num_rows
     lanes = tl.arange(0, COLUMNS)
     if AFTER == _ROPE:
         HALF: tl.constexpr = HEAD // 2
-        IN_HEAD: tl.constexpr = (HALF + COLUMNS - 1) // COLUMNS  # one where a norm needs the whole head
+        IN_HEAD: tl.constexpr = (HALF + COLUMNS - 1) // COLUMNS  # 1 if a norm needs the whole head
         head = tile // IN_HEAD
         lanes += tile % IN_HEAD * COLUMNS
         used = lanes < HALF
@@ -164,8 +168,8 @@ def _linear_kernel(
             if PAIRS:
                 more = _times_full(more, x, weight_ptr, others, used, columns, inside, K)
     else:
-        # A product for each of SPLITS parts of the inputs: the warps share the inputs, not the outputs, of which a
-        # program has few. The parts are added up once, at the end.
+        # Compute a product for each of SPLITS parts of the inputs. The warps share the inputs, because a program has
+        # few outputs. The parts are added up once, at the end.
         parted = tl.zeros([SPLITS, ROWS, COLUMNS], tl.float32)
         parted_more = tl.zeros([SPLITS, ROWS, COLUMNS], tl.float32)
         NUM_BYTES: tl.constexpr = NUM_GROUPS * GROUP // 2 if BITS == 4 else K  # of an output
@@ -217,7 +221,7 @@ def _linear_kernel(
         tl.store(out_ptr + cells, silu * more.to(kind), mask=mask)
     if AFTER == _RESIDUAL:
         residual = tl.load(out_ptr + cells, mask=mask, other=0.0)
-        # Summed in float32, then rounded: the sum that the next layer adds to is the one whose squares are taken.
+        # Add in float32, then round: the squares are taken of the rounded sum, to which the next layer adds.
         residual = (residual.to(tl.float32) + acc.to(kind).to(tl.float32)).to(kind)
         tl.store(out_ptr + cells, residual, mask=mask)
         wide = residual.to(tl.float32)
@@ -264,7 +268,7 @@ def _store_in_cache(
     HEAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Writes a head's halves [ROWS, HALF] to each row's slot; a slot outside the pool is skipped."""
+    """Write a head's halves [ROWS, HALF] to each row's slot; a slot outside the pool is skipped."""
     slots = tl.load(slots_ptr + rows, mask=known, other=-1)
     inside = (slots >= 0) & (slots < num_slots)
     offsets = (slots // BLOCK_SIZE) * block_stride + (slots % BLOCK_SIZE) * HEAD + head * BLOCK_SIZE * HEAD
@@ -289,12 +293,12 @@ def _embed_kernel(
     PARTS_PAD: tl.constexpr,
     HAS_DRAWN: tl.constexpr,
 ):
-    """One program: one row."""
+    """One program handles one row."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(given_ptr + row)
     if HAS_DRAWN:
         token = tl.where(token < 0, tl.load(drawn_ptr - 1 - token, mask=token < 0, other=0), token)
-    # A row that could not be drawn from holds -1, which is no row of the embedding.
+    # A row without a drawable token holds -1, which is no row of the embedding.
     token = tl.minimum(tl.maximum(token, 0), vocab_size - 1)
     columns = tl.arange(0, PAD)
     mask = columns < WIDTH
@@ -307,14 +311,14 @@ def _embed_kernel(
 
 @dataclass(frozen=True, slots=True)
 class LinearTile:
-    """Rows and outputs that one program computes, and how many inputs at a time."""
+    """The rows and outputs that one program computes, and the inputs that it reads at a time."""
 
     rows: int
     columns: int
     inputs: int
     num_warps: int
     num_stages: int
-    splits: int = 1  # of packed weights' inputs, each of `inputs` of them at a time
+    splits: int = 1  # parts of packed weights' inputs; a program reads `inputs` inputs of each part at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,10 +326,10 @@ class LinearTiles:
     """The tiles of a step's products.
 
     Args:
-        heads: of whole heads, whose two halves are `columns` each.
-        gated: of gate and up.
-        added: of products that are added to the residual.
-        logits: of the head.
+        heads: for queries, keys and values; `columns` counts outputs of a head's half.
+        gated: for gate and up.
+        added: for products that are added to the residual.
+        logits: for the model's head.
     """
 
     heads: LinearTile
@@ -343,13 +347,13 @@ def linear_tiles(
     fixed: bool = False,
     shared_memory: int = LARGE_SHARED_MEMORY,
 ) -> LinearTiles:
-    """Choose the tiles for so many rows.
+    """Choose the tiles for a step of `num_rows` rows.
 
-    Few outputs a program make many programs. Many inputs at a time keep many loads under way. The tiles for weights of
-    16 bits were the fastest of 12 to 14 on one H100 (docs/lab/2026-11-26-h100.md).
+    Few outputs for each program make many programs. Many inputs at a time keep many loads in flight. The tiles for
+    weights of 16 bits were the fastest of 12 to 14 on one H100 (docs/lab/2026-11-26-h100.md).
 
     Args:
-        bits: of packed weights. The head's weights are never packed.
+        bits: bits of packed weights. The head's weights are never packed.
         fixed: whether every number of rows gets the same tiles.
         shared_memory: bytes of a multiprocessor.
     """
@@ -367,7 +371,7 @@ def linear_tiles(
     if bits:
         return _packed_tiles(bits, 16 if fixed else num_rows, logits)
     tile = LinearTile(rows, 32, 128, 4, 3) if rows == 64 else LinearTile(rows, 16, 256, 4, 3)
-    # Whole heads make wide tiles. All stages together have to fit shared memory.
+    # Whole heads make wide tiles. All stages together must fit into shared memory.
     heads = replace(tile, columns=lanes, inputs=min(tile.inputs, GROUP) if lanes > 32 else tile.inputs)
     gated = added = tile
     if rows == 16:
@@ -386,8 +390,8 @@ def linear_tiles(
 def _packed_tiles(bits: int, num_rows: int, logits: LinearTile) -> LinearTiles:
     """Choose the tiles of packed weights: the fastest of four to seven on one H100 (docs/lab/2026-11-26-h100.md).
 
-    A warp has a split of its own, since two warps for one split would both unpack its weights. With more than 16 rows
-    the unpacked weights take more registers than there are.
+    Each warp has its own split, because two warps for one split would both unpack the split's weights. With more than
+    16 rows the unpacked weights take more registers than the GPU has.
     """
     rows = 1 if num_rows == 1 else 16
     columns = 8 if num_rows == 1 else 16 if num_rows <= 16 else 32
@@ -400,16 +404,16 @@ def _packed_tiles(bits: int, num_rows: int, logits: LinearTile) -> LinearTiles:
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """The residual stream of a step, and its squares as the norms want them."""
+    """The residual stream of a step, with the sums of squares that the norms need."""
 
     hidden: torch.Tensor  # [R, width], contiguous, changed in place
-    sums: torch.Tensor  # [R, parts] float32, what each tile of columns adds to a row's sum of squares
+    sums: torch.Tensor  # [R, parts] float32, each tile of columns' part of a row's sum of squares
     eps: float
 
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Where queries, keys and values of a step go; see `rope_cache.rope_and_write`."""
+    """The rotation of a step's queries and keys, and the cache for its keys and values; see `rope_and_write`."""
 
     key_cache: torch.Tensor
     value_cache: torch.Tensor
@@ -441,12 +445,12 @@ class TileLinear:
         self.tiles = tiles
 
     def embed(self, table: torch.Tensor, given: torch.Tensor, drawn: torch.Tensor | None, eps: float) -> Residual:
-        """The residual that a step begins with.
+        """Return the residual at the beginning of a step: the tokens' embeddings.
 
         Args:
             table: [vocab_size, width].
-            given: [R] int64; -1 - row where a row goes on with what was drawn in that row.
-            drawn: int64, each row's token of the step before; None where all are given.
+            given: [R] int64: token ids; -1 - row stands for the token that was drawn in that row.
+            drawn: int64, each row's token from the previous step; None if `given` has all token ids.
         """
         vocab_size, width = table.shape
         parts = triton.cdiv(width, self.tiles.added.columns)
@@ -478,15 +482,15 @@ class TileLinear:
         rotation: Rotation,
         delta: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Writes keys and values to their slots and returns the rotated queries [R, num_heads, head_size].
+        """Write keys and values to their slots; returns the rotated queries [R, num_heads, head_size].
 
         Args:
-            delta: here and below, [R, outputs] float32, what adapters add to the product.
+            delta: here and below, [R, outputs] float32, the adapters' addend to the product.
         """
         rows, hidden = len(residual.hidden), residual.hidden
         tile = self.tiles.heads
         if weight.bits and shape.query_norm is not None:
-            # A norm for each head needs a program for each whole head, and whole ones take too many registers unpacked.
+            # A norm for each head needs a program for each whole head. Whole heads take too many registers unpacked.
             qkv = torch.empty((rows, weight.num_outputs), dtype=hidden.dtype, device=hidden.device)
             tile = self.tiles.added
             num_tiles = triton.cdiv(weight.num_outputs, tile.columns)
@@ -512,7 +516,7 @@ class TileLinear:
     def gated(
         self, residual: Residual, norm: torch.Tensor, weight: PackedWeight, delta: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """silu(gate) * up of the merged projection [2 * width, hidden]; returns [R, width]."""
+        """Return silu(gate) * up [R, width] of the merged projection [2 * width, hidden]."""
         width = weight.num_outputs // 2
         out = torch.empty((len(residual.hidden), width), dtype=residual.hidden.dtype, device=residual.hidden.device)
         tile = self.tiles.gated
@@ -522,13 +526,13 @@ class TileLinear:
     def add_to(
         self, residual: Residual, x: torch.Tensor, weight: PackedWeight, delta: torch.Tensor | None = None
     ) -> None:
-        """residual += x @ weight.T, for x [R, K] whose last dimension is contiguous."""
+        """Compute residual += x @ weight.T for x [R, K]; the last dimension of x is contiguous."""
         num_tiles = residual.sums.shape[1]
         tile, sums = self.tiles.added, residual.sums
         self._launch(residual.hidden, x, None, weight, _RESIDUAL, num_tiles, tile, sums=sums, delta=delta)
 
     def logits(self, residual: Residual, norm: torch.Tensor, weight: PackedWeight, out: torch.Tensor) -> None:
-        """The norm of the residual times the head [vocab_size, hidden], into `out` [R, vocab_size] float32."""
+        """Write the normed residual times the head [vocab_size, hidden] to `out` [R, vocab_size] float32."""
         tile = self.tiles.logits
         self._launch(out, residual, norm, weight, _PLAIN, triton.cdiv(weight.num_outputs, tile.columns), tile)
 

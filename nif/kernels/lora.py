@@ -1,9 +1,9 @@
-"""The adapters' part of a product of few rows: each row multiplied by the matrices of its own adapter.
+"""Compute the adapters' part of a product of few rows: each row is multiplied by the matrices of its own adapter.
 
     h = shrink(x, owners, parts)              # [R, ranks]
     delta = expand(h, owners, parts, width)   # [R, width]
 
-A row's result depends on its own values and its adapter alone. The plain-torch twin is `reference.lora_delta`.
+A row's result depends only on the row's values and its adapter. The plain-torch twin is `reference.lora_delta`.
 """
 # A kernel's arguments are Triton's, not Python's: type checkers see only the launchers.
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
@@ -25,9 +25,9 @@ class LoraParts:
     """The matrices of one linear, one pair for each adapter of a step; on the device.
 
     Args:
-        a, b: [n] int64, where [ranks, inputs] and [outputs, ranks] float32 begin; scales are in b.
+        a, b: [n] int64, addresses of [ranks, inputs] and [outputs, ranks] float32; b includes the scales.
         ranks: [n] int32; 0 for an adapter that does not adapt this linear.
-        most_ranks: the largest of them.
+        most_ranks: the largest number in `ranks`.
     """
 
     a: torch.Tensor
@@ -38,10 +38,10 @@ class LoraParts:
 
 @dataclass(frozen=True, slots=True)
 class NormedRows:
-    """Rows that are normalised as they are read; see `linear.Residual`."""
+    """Rows that the kernel normalises when it reads them; see `linear.Residual`."""
 
     hidden: torch.Tensor  # [R, K]
-    sums: torch.Tensor | None  # [R, parts] float32; None: the rows are taken as they are
+    sums: torch.Tensor | None  # [R, parts] float32; None: the rows are not normalised
     norm: torch.Tensor | None  # [K]
     eps: float = 0.0
 
@@ -65,7 +65,7 @@ def _shrink_kernel(
     KS: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
-    """One program: one row, RANKS ranks."""
+    """One program handles one row, RANKS ranks."""
     row = tl.program_id(0).to(tl.int64)
     owner = tl.load(owners_ptr + row)
     if owner >= 0:
@@ -107,7 +107,7 @@ def _expand_kernel(
     RANKS: tl.constexpr,
     OUTPUTS: tl.constexpr,
 ):
-    """One program: one row, OUTPUTS outputs; zeros for a row without an adapter."""
+    """One program handles one row, OUTPUTS outputs; zeros for a row without an adapter."""
     row = tl.program_id(0).to(tl.int64)
     owner = tl.load(owners_ptr + row)
     outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -134,7 +134,7 @@ def lora_delta(x: NormedRows, owners: torch.Tensor, parts: LoraParts, width: int
 
     Args:
         x: the rows that the product multiplies.
-        owners: [R] int32, which of the step's adapters each row has; -1 for none.
+        owners: [R] int32, each row's adapter by its index in `parts`; -1 for a row without an adapter.
         parts: the adapters' matrices for this product.
         width: outputs.
     """

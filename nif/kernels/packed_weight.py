@@ -1,7 +1,7 @@
-"""PackedWeight: a weight as our own products read it, whole or packed to 8 or 4 bits.
+"""PackedWeight: the form in which our own products read a weight: in the model's type, or packed to 8 or 4 bits.
 
-8 bits have a scale per output channel, 4 bits a scale and a zero per group of 64 inputs, which is what GPTQ and AWQ
-checkpoints hold too. The functions for kernels multiply a tile of the inputs with packed weights (ADR 90).
+Weights of 8 bits have a scale for each output channel. Weights of 4 bits have a scale and a zero for each group of 64
+inputs, as GPTQ and AWQ checkpoints have. Kernel functions multiply a tile of the inputs with packed weights (ADR 90).
 """
 # A kernel's arguments are Triton's, not Python's: type checkers see only the launchers.
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
@@ -14,22 +14,22 @@ import triton
 import triton.language as tl
 
 GROUP = 64
-"""Inputs that share a scale in 4 bits, and that the products take at a time."""
+"""Inputs that share a scale in 4 bits. The products take as many at a time."""
 KINDS = ("none", "int8", "fp8", "int4")
 _LARGEST_FP8 = 448.0  # of e4m3
-NIBBLE_OFFSETS = {torch.bfloat16: 128, torch.float16: 1024}  # above it, the type's whole numbers are one apart
-_UNPACKED_INPUTS = 1024  # of a program: each of 64 threads loads 16 bytes of 8-bit weights
+NIBBLE_OFFSETS = {torch.bfloat16: 128, torch.float16: 1024}  # from this number on, the type has integers only
+_UNPACKED_INPUTS = 1024  # inputs for each program: each of 64 threads loads 16 bytes of 8-bit weights
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """One projection, or several merged, of `num_inputs` to `num_outputs`."""
+    """One projection, or several merged projections, from `num_inputs` to `num_outputs`."""
 
     data: torch.Tensor  # [N, K] in the model's type, int8 or fp8; for 4 bits [N, groups * GROUP / 2] uint8
     bits: int  # 4, 8, or 0 for the model's type
     num_inputs: int
-    # [N] float32; for 4 bits [N, groups] int32: a float32 with the group's zero in its lowest 4 bits, so that one load
-    # reads both. A weight is (nibble - zero) * scale.
+    # [N] float32. For 4 bits [N, groups] int32: a float32 with the group's zero in its lowest 4 bits, so that one load
+    # reads scale and zero. A weight is (nibble - zero) * scale.
     scales: torch.Tensor | None = None
     bias: torch.Tensor | None = None  # [N]
 
@@ -43,13 +43,13 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a step reads of it."""
+        """Return the bytes of the weight that a step reads."""
         parts = (self.data, self.scales, self.bias)
         return sum(part.nbytes for part in parts if part is not None)
 
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None, kind: str) -> PackedWeight:
-    """Packs [N, K] weights; `kind` is one of KINDS."""
+    """Pack [N, K] weights; `kind` is one of KINDS."""
     num_inputs = weight.shape[1]
     if kind == "none":
         return PackedWeight(weight, 0, num_inputs, bias=bias)
@@ -63,7 +63,7 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None, kind: str) -> PackedWe
     assert kind == "int4", kind
     padded = torch.nn.functional.pad(wide, (0, -num_inputs % (2 * GROUP)))
     groups = padded.view(len(wide), -1, GROUP)
-    # The range holds 0, so that padding and pruned weights stay exactly 0.
+    # The range includes 0, so that padding and pruned weights stay exactly 0.
     low, high = groups.amin(2).clamp_max(0.0), groups.amax(2).clamp_min(0.0)
     scales = ((high - low) / 15.0).clamp_min(1e-12)
     zeros = (-low / scales).round().clamp(0, 15)
@@ -74,9 +74,9 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None, kind: str) -> PackedWe
 def from_groups(
     nibbles: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, num_inputs: int, bias: torch.Tensor | None
 ) -> PackedWeight:
-    """Make a weight from groups of 4-bit numbers, which are quantised already.
+    """Make a weight from groups of numbers that are quantised to 4 bits already.
 
-    Scales keep 20 of 24 bits. Those of GPTQ and AWQ checkpoints, which have 11, stay as they are.
+    Scales keep 20 of 24 bits. Scales of GPTQ and AWQ checkpoints have 11 bits and stay unchanged.
 
     Args:
         nibbles: [N, groups, GROUP] uint8 below 16; the number of groups is even.
@@ -91,7 +91,7 @@ def from_groups(
 
 
 def unpack(weight: PackedWeight) -> torch.Tensor:
-    """The weights [N, K] in float32, as the products use them; the twin of what the kernel does tile by tile."""
+    """Return the weights [N, K] in float32, as the products use them. Kernels do the same tile by tile."""
     if weight.bits == 0:
         return weight.data.float()
     assert weight.scales is not None
@@ -107,7 +107,7 @@ def unpack(weight: PackedWeight) -> torch.Tensor:
 
 @triton.jit
 def _scale_and_zero(word):
-    """The two parts of a word of `PackedWeight.scales`."""
+    """Return the scale and the zero of a word of `PackedWeight.scales`."""
     return (word & -16).to(tl.float32, bitcast=True), word & 0xF
 
 
@@ -122,7 +122,7 @@ def _unpack_kernel(
     GROUP: tl.constexpr,
     INPUTS: tl.constexpr,
 ):
-    """One program: INPUTS weights of one output."""
+    """One program handles INPUTS weights of one output."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * INPUTS + tl.arange(0, INPUTS)
     inside = columns < K
@@ -138,7 +138,7 @@ def _unpack_kernel(
 
 
 def unpacked(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
-    """The weights [N, K] in `dtype`, for the library's products; in a buffer of their own if they are packed."""
+    """Return the weights [N, K] in `dtype` for the library's products, in a new buffer if they are packed."""
     if weight.bits == 0:
         return weight.data
     num_outputs, num_inputs = weight.num_outputs, weight.num_inputs
@@ -159,20 +159,20 @@ def unpacked(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
 
 @triton.jit
 def times_bytes(x, weight_ptr, outputs, used, columns, K: tl.constexpr):
-    """The product [SPLITS, ROWS, COLUMNS] with 8-bit weights [outputs, K], without their scales."""
+    """Return the product [SPLITS, ROWS, COLUMNS] with 8-bit weights [outputs, K], without the scales."""
     weight = tl.load(
         weight_ptr + outputs.to(tl.int64)[None, None, :] * K + columns[:, :, None],
         mask=used[None, None, :] & (columns < K)[:, :, None],
         other=0.0,
     )
     if weight.dtype.is_fp8():
-        weight = weight.to(tl.float32)  # Triton 3.6 has no way from fp8 to bfloat16 on 8.9
+        weight = weight.to(tl.float32)  # on GPUs of 8.9, Triton 3.6 cannot convert fp8 to bfloat16
     return tl.dot(x, weight.to(x.dtype), input_precision="ieee")
 
 
 @triton.jit
 def load_scaling(scale_ptr, outputs, used, pair, NUM_GROUPS: tl.constexpr):
-    """The words [SPLITS, COLUMNS] int64 of pairs of groups: the low nibbles' in the lower half, then the high ones'."""
+    """Return words [SPLITS, COLUMNS] int64, each of two groups: the low nibbles' in the lower half, then the high."""
     cells = outputs.to(tl.int64)[None, :] * (NUM_GROUPS // 2) + pair[:, None]
     mask = used[None, :] & (pair < NUM_GROUPS // 2)[:, None]
     return tl.load(scale_ptr.to(tl.pointer_type(tl.int64)) + cells, mask=mask, other=0)
@@ -181,7 +181,7 @@ def load_scaling(scale_ptr, outputs, used, pair, NUM_GROUPS: tl.constexpr):
 @triton.jit
 def times_nibbles(
     x,  # [SPLITS, ROWS, KS], the inputs of the low nibbles
-    x_high,  # of the high ones
+    x_high,  # [SPLITS, ROWS, KS], the inputs of the high nibbles
     weight_ptr,
     outputs,
     used,
@@ -190,9 +190,9 @@ def times_nibbles(
     NUM_BYTES: tl.constexpr,
     OFFSET: tl.constexpr,
 ):
-    """The product [SPLITS, ROWS, COLUMNS] with 4-bit weights of two groups for each split.
+    """Return the product [SPLITS, ROWS, COLUMNS] with 4-bit weights of two groups for each split.
 
-    Whole numbers below 2,048 (256 in bfloat16) are exact in every type; the scales are applied in float32.
+    Integers below 2,048 (256 in bfloat16) are exact in every type; the scales are applied in float32.
     """
     scale, zero = _scale_and_zero(scaling.to(tl.int32))
     scale_high, zero_high = _scale_and_zero((scaling >> 32).to(tl.int32))
@@ -230,9 +230,9 @@ _SPREAD_FP16 = tl.constexpr(_SPREAD.replace("MAGIC", "0x64006400"))  # twice 102
 
 @triton.jit
 def _nibbles(packed, OFFSET: tl.constexpr):
-    """The low and the high nibbles of bytes as OFFSET + n: n is written into the low bits of the number OFFSET.
+    """Return the low and the high nibbles n of bytes as OFFSET + n: n becomes the low bits of the number OFFSET.
 
-    That takes eight instructions for eight weights. A conversion takes several for each.
+    This takes eight instructions for eight weights. A conversion takes several instructions for each weight.
     """
     if OFFSET == 128:
         low, high = tl.inline_asm_elementwise(

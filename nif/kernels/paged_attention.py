@@ -1,12 +1,11 @@
-"""Attention over a paged KV cache: decodes cut into shares of keys, and ragged prefill chunks beside them.
+"""Attention over a paged KV cache, for decodes and ragged prefill chunks in one step.
 
-A decode's keys are cut at fixed positions (see `attend_keys.num_shares`). A plan, made once a step on the device,
-lists the shares of all sequences. A fixed number of programs works through the list: one long sequence is spread over
-the whole GPU whatever the others are, and nothing about the launch depends on lengths. A second kernel joins the
-shares.
+A decode's keys are cut into shares at fixed positions (see `attend_keys.num_shares`). A plan, which the device computes
+once for each step, lists the shares of all sequences. A fixed number of programs works through the list. So one long
+sequence is spread over the whole GPU, and the launch does not depend on lengths. A second kernel joins the shares.
 
-K and V are [num_blocks, num_kv_heads, block_size, head_size]; a block may lie anywhere in a larger tensor as long as
-its last three dimensions are contiguous. The twins are `reference.paged_attention` and `reference.plan_shares`.
+K and V are [num_blocks, num_kv_heads, block_size, head_size]. A block may lie anywhere in a larger tensor if its last
+three dimensions are contiguous. The twins are `reference.paged_attention` and `reference.plan_shares`.
 """
 # A kernel's arguments are Triton's, not Python's: type checkers see only the launchers.
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
@@ -34,11 +33,11 @@ from genbatch.nif.kernels.attend_keys import (
     whole_shares,
 )
 
-_PLAN_CHUNK = 128  # sequences that the plan looks at together
-_SHARES_AT_ONCE = 16  # that are joined together
-_WAVES = (
-    2  # programs for each that runs at a time: those that end early make room, which was up to 7 % faster on an H100
-)
+_PLAN_CHUNK = 128  # sequences that a program of the plan reads at a time
+_SHARES_AT_ONCE = 16  # shares that are joined at a time
+# Programs that are launched for each program that runs at a time. When a program ends early, another takes its place:
+# that was up to 7 % faster on an H100.
+_WAVES = 2
 
 
 @triton.jit
@@ -52,7 +51,7 @@ def _shares_of(
     SHARE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """How many shares each sequence has: at least one where it decodes, none where it does not."""
+    """Return each sequence's number of shares: at least 1 if the sequence decodes, else 0."""
     known = sequences < num_sequences
     begin = tl.load(query_starts_ptr + sequences, mask=known, other=0)
     end = tl.load(query_starts_ptr + sequences + 1, mask=known, other=0)
@@ -66,7 +65,7 @@ def _shares_of(
 
 @triton.jit(do_not_specialize=["num_sequences", "longest", "window"])
 def _plan_kernel(
-    owners_ptr,  # [most shares] int32, the sequence that each share is of
+    owners_ptr,  # [most shares] int32, each share's sequence
     firsts_ptr,  # [B + 1] int32, each sequence's first share
     query_starts_ptr,  # [B + 1] int32
     kv_lens_ptr,  # [B] int32
@@ -77,7 +76,7 @@ def _plan_kernel(
     HAS_WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One program: one sequence, or behind the last one the end."""
+    """One program handles one sequence. A further program stores the end of the last sequence's shares."""
     sequence = tl.program_id(0)
     before = tl.zeros([CHUNK], tl.int32)
     for start in range(0, sequence, CHUNK):
@@ -125,7 +124,7 @@ def _chunk_attention_kernel(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
-    SHARE: tl.constexpr,  # 0 goes through the keys in one go
+    SHARE: tl.constexpr,  # 0 reads the keys in one loop
     BLOCK_SIZE: tl.constexpr,
     HEAD: tl.constexpr,
     HEAD_PAD: tl.constexpr,
@@ -133,11 +132,11 @@ def _chunk_attention_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """One program: ROWS // GROUP tokens of one sequence, with the GROUP query heads that share a KV head."""
+    """One program handles ROWS // GROUP tokens of one sequence, for the GROUP query heads that share a KV head."""
     tile, kv_head = place_of_chunk(KV_HEADS)
     TOKENS: tl.constexpr = ROWS // GROUP
-    # Sequence s owns the tiles from query_starts[s] // TOKENS + s on: never fewer than it needs, and no list of
-    # tiles has to come from the host. Find the last sequence that begins at or before this tile.
+    # Sequence s owns the tiles from query_starts[s] // TOKENS + s on. These are never fewer than the sequence needs,
+    # and the host sends no list of tiles. Find the last sequence that begins at or before this tile.
     low = 0
     high = num_sequences
     while low < high:
@@ -151,7 +150,7 @@ def _chunk_attention_kernel(
     query_len = tl.load(query_starts_ptr + sequence + 1) - query_start
     first_token = (tile - (query_start // TOKENS + sequence)) * TOKENS
     if (first_token >= query_len) | (query_len == 1):
-        return  # a decode is the other kernel's
+        return  # `_decode_attention_kernel` handles decodes
     kv_len = tl.load(kv_lens_ptr + sequence)
 
     rows = tl.arange(0, ROWS)
@@ -168,7 +167,7 @@ def _chunk_attention_kernel(
     end_key = tl.minimum(end_key, table_width * BLOCK_SIZE)
     first_key = 0
     if HAS_WINDOW:
-        # Whole tiles before the first query's window hold nothing that any row sees.
+        # Skip whole tiles before the first query's window: no row sees their keys.
         first_key = tl.maximum(kv_len - query_len + first_token - window + 1, 0) // KEYS * KEYS
     table_ptr += tl.cast(sequence, tl.int64) * table_width
     key_ptr += kv_head * BLOCK_SIZE * HEAD
@@ -198,7 +197,7 @@ def _chunk_attention_kernel(
             HAS_WHOLE=not HAS_WINDOW,
         )
     else:
-        # As a decode of each of these tokens would go: share by share, then joined in order.
+        # Compute share by share and join the shares in order, as a decode of each of these tokens would.
         maximum = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         output = tl.zeros([ROWS, HEAD_PAD], tl.float32)
@@ -270,7 +269,7 @@ def _decode_attention_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """One program: every so many shares of the plan, each for the query heads of one KV head."""
+    """One program handles shares of the plan at a fixed distance, each for the query heads of one KV head."""
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, HEAD_PAD)
     used = rows < GROUP
@@ -334,12 +333,12 @@ def _join_shares_kernel(
     firsts_ptr,
     sinks_ptr,
     HEADS: tl.constexpr,
-    CHUNK: tl.constexpr,  # shares joined together; one after another keeps the order of `_chunk_attention_kernel`
+    CHUNK: tl.constexpr,  # shares that are joined at a time; 1 keeps the order of `_chunk_attention_kernel`
     HEAD: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """One program: one query head of one sequence that decodes in more than one share."""
+    """One program handles one query head of one sequence that decodes in more than one share."""
     sequence = tl.program_id(0)
     head = tl.program_id(1)
     first = tl.load(firsts_ptr + sequence)
@@ -386,12 +385,12 @@ def _join_shares_kernel(
 
 @dataclass(frozen=True, slots=True)
 class AttentionSetting:
-    """The setting of all attention of a runner.
+    """A runner's setting for attention.
 
     Args:
         num_processors: multiprocessors of the GPU, which decide how many programs work through a plan.
-        shared_memory: bytes of each of them.
-        in_order: whether a token's output is to be the same whether it comes in a chunk or alone; slower.
+        shared_memory: bytes of each multiprocessor.
+        in_order: whether a token's output must be the same in a chunk and in a decode, which is slower.
         share: keys of a share near the beginning, a power of two; see `attend_keys.num_shares`.
     """
 
@@ -405,9 +404,9 @@ class AttentionSetting:
 class SharePlan:
     """The shares of a step's decodes in the order of the entries, for all layers of a group."""
 
-    owners: torch.Tensor  # [most shares] int32, the entry that each is of; as many as `firsts` says
+    owners: torch.Tensor  # [most shares] int32, each share's entry; the last number in `firsts` counts the shares
     firsts: torch.Tensor  # [B + 1] int32, each entry's first share
-    most_per_entry: int  # shares; 1 means that nothing has to be joined
+    most_per_entry: int  # most shares of an entry; 1 means that no shares are joined
     setting: AttentionSetting
 
 
@@ -419,13 +418,13 @@ def plan_shares(
     max_kv_len: int,
     window: int | None = None,
 ) -> SharePlan:
-    """Lists the shares of all entries of one token.
+    """List the shares of all entries of one token.
 
     Args:
         query_starts: [B + 1] int32, prefix sums of the query lengths.
         kv_lens: [B] int32.
-        setting: the runner's.
-        max_kv_len: none is longer.
+        setting: the runner's setting.
+        max_kv_len: an upper limit of `kv_lens`.
         window: positions a token attends to; None for all.
     """
     num_sequences = len(kv_lens)
@@ -463,19 +462,19 @@ def paged_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of ragged queries over their sequences' blocks; the queries' own keys are already written.
+    """Compute causal attention of ragged queries over their sequences' blocks. The queries' own keys must be written.
 
     Args:
         query: [T, num_heads, head_size], the entries end to end; the last dimension contiguous.
         key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_size], in the query's type or in FP8.
         block_table: [B, max_blocks] int32, contiguous.
         query_starts: [B + 1] int32, prefix sums of the query lengths.
-        kv_lens: [B] int32, positions held, the queries' own included; 0 marks a padding row, which yields zeros.
-        plan: of these entries, made with this window.
+        kv_lens: [B] int32, cached positions, including the queries' own. 0 marks a padding row, which gives zeros.
+        plan: the plan of these entries for this window.
         max_query_len: longest query.
         window: positions a token attends to, itself included; None for all.
         softcap: scores become softcap * tanh(score / softcap).
-        sinks: [num_heads], one more score a head that takes weight and gives no value.
+        sinks: [num_heads], an additional score for each head, which takes weight and gives no value.
 
     Returns:
         [T, num_heads, head_size] in the query's type.

@@ -1,21 +1,23 @@
 """Draws a token from each row of logits without sorting: temperature, top_k, top_p, min_p.
 
-A row's tokens are ordered by descending weight, then ascending id. top_k, top_p and min_p each keep a beginning of that
-order, and the token drawn is where the cumulative weight first exceeds the uniform's share. All of these are questions
-"how heavy are the tokens at least this heavy?", which a search over the weights' bit patterns answers.
+A row's tokens are ordered by descending weight, then by ascending id. top_k, top_p and min_p each keep a prefix of that
+order. The drawn token is the first one at which the cumulative weight exceeds the uniform number's share. Each of these
+steps asks: "what is the total weight of the tokens with at least this weight?" A search over the weights' bit patterns
+answers that.
 
-Many programs a row read the vocabulary, each a piece of it, three times at most; one program a row then draws:
+For each row, many programs read the vocabulary, each program a piece of it, three times at most. Then one program for
+each row draws:
 
-    survey    every row       its largest logit and its token; a greedy row wants nothing else
-    weigh     rows that draw  how much weight, and how many tokens, there are down to each of a few levels
-    gather    truncated rows  the tokens down to the first level that holds all that top_k, top_p and min_p may keep
-    sample    one a row       searches those candidates, or one piece of a row that nothing truncates
+    survey    every row       finds the largest logit and its token; a greedy row needs nothing else
+    weigh     rows that draw  sums the weight and the number of the tokens down to each of a few levels
+    gather    truncated rows  collects the tokens down to the first level below all that top_k, top_p and min_p may keep
+    sample    every row       searches these candidates, or one piece of a row without truncation
 
-A row with more candidates than `_ROOM` is searched whole by its one program, which takes long and is rare.
+If a row has more candidates than `_ROOM`, its one program searches the whole row. That takes long and is rare.
 The plain-torch twin is `genbatch.nif.sampling.draw.draw`.
 
-Beside it are the small kernels of a decode step's two ends: its input tokens, penalties and biases, and the log-probs
-of what was drawn.
+This file also has the small kernels at both ends of a decode step: its input tokens, its penalties and biases, and the
+log-probabilities of the drawn tokens.
 """
 # A kernel's arguments are Triton's, not Python's: type checkers see only the launchers.
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
@@ -35,21 +37,21 @@ _ROW_CHUNK = 256  # rows a program covers
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _next_tokens_kernel(out_ptr, given_ptr, drawn_ptr, num_rows, CHUNK: tl.constexpr):
-    """One program: one chunk of rows."""
+    """One program handles one chunk of rows."""
     rows = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     mask = rows < num_rows
     given = tl.load(given_ptr + rows, mask=mask, other=0)
     drawn = tl.load(drawn_ptr - 1 - given, mask=mask & (given < 0), other=0)
-    # A row that could not be drawn from holds -1, which is no row of the embedding.
+    # A row without a drawable token holds -1, which is no row of the embedding.
     tl.store(out_ptr + rows, tl.maximum(tl.where(given < 0, drawn, given), 0), mask=mask)
 
 
 def next_tokens(given: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
-    """The input ids [R] int64 of a step.
+    """Return the input ids [R] int64 of a step.
 
     Args:
-        given: [R] int64, contiguous; -1 - row where a row goes on with what was drawn in that row.
-        drawn: int64, contiguous, each row's token of the step before; below 0 counts as 0.
+        given: [R] int64, contiguous: token ids; -1 - row stands for the token that was drawn in that row.
+        drawn: int64, contiguous: each row's token from the previous step. A number below 0 counts as 0.
     """
     out = torch.empty_like(given)
     programs = triton.cdiv(len(given), _ROW_CHUNK)
@@ -66,13 +68,13 @@ def _edit_kernel(
     logits_ptr,  # [R, vocab_size] float32, changed
     starts_ptr,  # [R + 1] int64, where each row's edits begin
     ids_ptr,  # [N] int64, distinct within a row
-    changes_ptr,  # [2, N] float32: factor, then what is added
+    changes_ptr,  # [2, N] float32: factors, then addends
     num_edits,
     vocab_size,
     row_stride,
     CHUNK: tl.constexpr,
 ):
-    """One program: one chunk of one row's edits."""
+    """One program handles one chunk of one row's edits."""
     row = tl.program_id(0).to(tl.int64)
     edits = tl.load(starts_ptr + row) + tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     mask = edits < tl.load(starts_ptr + row + 1)
@@ -87,10 +89,10 @@ def _edit_kernel(
 
 
 def edit_logits(logits: torch.Tensor, edits: Sequence[RowEdits]) -> torch.Tensor:
-    """A copy of the logits [R, vocab_size] with every row's edits.
+    """Return a copy of the logits [R, vocab_size] with every row's edits.
 
     Args:
-        edits: of a row: distinct token ids, the factor each logit is divided or multiplied by, what is then added.
+        edits: for each row distinct token ids, the factors that divide or multiply the logits, and the addends.
     """
     logits = logits.clone(memory_format=torch.contiguous_format)
     counts = [len(ids) for ids, _, _ in edits]
@@ -112,7 +114,7 @@ def edit_logits(logits: torch.Tensor, edits: Sequence[RowEdits]) -> torch.Tensor
 
 
 _LOGPROB_CHUNK = 4096  # vocabulary entries read at a time
-_LOGPROB_TOKENS = 32  # as many as a request may ask for are one variant of the kernel
+_LOGPROB_TOKENS = 32  # one variant of the kernel serves up to as many tokens, the most that a request may ask for
 
 
 @triton.jit(do_not_specialize=["vocab_size", "num_tokens"])
@@ -126,7 +128,7 @@ def _gather_logprobs_kernel(
     TOKENS_PAD: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One program: one row; the sum of exponentials is kept relative to the running maximum."""
+    """One program handles one row; the sum of exponentials is kept relative to the running maximum."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * row_stride
     columns = tl.arange(0, CHUNK)
@@ -149,11 +151,11 @@ def _gather_logprobs_kernel(
 
 
 def gather_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """log_softmax(logits)[row, token] for each row's tokens.
+    """Return log_softmax(logits)[row, token] for each row's tokens.
 
     Args:
         logits: [R, vocab_size], the last dimension contiguous; every row holds at least one finite value.
-        tokens: [R, N] int64; one outside the vocabulary gives -inf.
+        tokens: [R, N] int64; a token outside the vocabulary gives -inf.
 
     Returns:
         [R, N] float32.
@@ -176,20 +178,20 @@ def gather_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 _CHUNK = 2048  # vocabulary entries read at a time
-# Candidates of a row: one chunk, so that a search reads each once a pass.
+# Most candidates of a row: they fill one chunk, so that each pass of a search reads each candidate once.
 _ROOM = 2048
-# Levels, as the logarithm of the largest weight's share: exp(-1.5), exp(-3) ... exp(-12), which is 1 in 160,000.
+# Levels are shares of the largest weight: exp(-1.5), exp(-3) ... exp(-12), which is 1 in 160,000.
 _LEVELS, _LEVEL_STEP = 8, 1.5
-# A level must hold this much more than top_p wants, as sums are added in another order than the search adds them.
+# A level must hold this much more than top_p needs, because the search adds the weights in another order.
 _MARGIN = 1e-9
-_LARGEST = 0x7F800000  # the bits of infinity: above those of every finite float32
+_LARGEST = 0x7F800000  # the bits of infinity, which are above those of every finite float32
 NONE = -1
-"""Stands for a row from which nothing can be drawn."""
+"""The token of a row without a drawable token."""
 
 
 @triton.jit
 def _log_weights(logits_ptr, start, vocab_size, best, temperature, CHUNK: tl.constexpr):
-    """A chunk's (logit - best) / temperature, at most 0, and -inf past the vocabulary."""
+    """Return a chunk's (logit - best) / temperature, which is at most 0, and -inf past the vocabulary."""
     columns = start + tl.arange(0, CHUNK)
     logits = tl.load(logits_ptr + columns, mask=columns < vocab_size, other=float("-inf"))
     return (logits - best) / temperature
@@ -197,13 +199,13 @@ def _log_weights(logits_ptr, start, vocab_size, best, temperature, CHUNK: tl.con
 
 @triton.jit
 def _light(log_weights):
-    """The bits of -log_weight: non-negative floats order like their bits, so 0 is the heaviest."""
+    """Return the bits of -log_weight. Non-negative floats order like their bits, so 0 is the heaviest."""
     return (0.0 - log_weights).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def _mass_up_to(logits_ptr, vocab_size, best, temperature, limit, COUNT: tl.constexpr, CHUNK: tl.constexpr):
-    """Weight (or number, if COUNT) of the tokens no lighter than `limit`."""
+    """Return the weight (or the number, if COUNT) of the tokens that are no lighter than `limit`."""
     mass = tl.zeros([CHUNK], tl.float64)
     for start in range(0, vocab_size, CHUNK):
         log_weights = _log_weights(logits_ptr, start, vocab_size, best, temperature, CHUNK)
@@ -225,9 +227,9 @@ def _find_level(
     LARGEST: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The heaviest level whose tokens, with all heavier ones, reach (STRICT: exceed) `wanted`.
+    """Return the heaviest level that, together with all heavier levels, reaches (STRICT: exceeds) the mass `wanted`.
 
-    Each pass over the row tries three pivots and so leaves a quarter of the range.
+    Each pass over the row tries three pivots, and so leaves a quarter of the range.
     """
     low = tl.full([], -1, tl.int64)  # never enough
     high = tl.full([], LARGEST, tl.int64)  # always enough
@@ -276,10 +278,10 @@ def _draw_truncated(
     LARGEST: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The place at `point` of the kept weight, over descending weights and ascending places.
+    """Return the place at `point` of the kept weight, over descending weights and ascending places.
 
-    `logits_ptr` has `vocab_size` logits: the row's, or its candidates; `total` is the weight of all the row's tokens,
-    and `is_limited` whether top_k keeps fewer.
+    `logits_ptr` has `vocab_size` logits: those of the row or of its candidates. `total` is the weight of all tokens of
+    the row. `is_limited` says whether top_k keeps fewer tokens.
     """
     kept = total
     if is_limited:
@@ -291,7 +293,7 @@ def _draw_truncated(
         level = _find_level(logits_ptr, vocab_size, best, temperature, nucleus, False, False, LARGEST, CHUNK)
         heavier = _mass_up_to(logits_ptr, vocab_size, best, temperature, level - 1, False, CHUNK)
         weight = tl.exp(0.0 - level.to(tl.int32).to(tl.float32, bitcast=True)).to(tl.float64)
-        # Of tokens that tie, only as many as the nucleus needs.
+        # Of the tokens that tie, keep only as many as the nucleus needs.
         ties = tl.maximum(tl.ceil((nucleus - heavier) / weight), 1.0)
         kept = tl.minimum(kept, heavier + ties * weight)
     if min_p > 0.0:
@@ -306,7 +308,7 @@ def _draw_truncated(
     heavier = _mass_up_to(logits_ptr, vocab_size, best, temperature, level - 1, False, CHUNK)
     weight = tl.exp(0.0 - level.to(tl.int32).to(tl.float32, bitcast=True)).to(tl.float64)
     rank = tl.maximum(tl.floor((target - heavier) / weight), 0.0).to(tl.int32)
-    # The rank-th of the tokens on that level; rounding must not lead past the last of them.
+    # Take the rank-th of the tokens on that level. Rounding must not lead past the last of these tokens.
     token = tl.full([], -1, tl.int32)
     before = tl.full([], 0, tl.int32)
     for start in range(0, vocab_size, CHUNK):
@@ -321,10 +323,10 @@ def _draw_truncated(
 
 @triton.jit
 def _draw_whole(logits_ptr, first, end, vocab_size, best, temperature, target, CHUNK: tl.constexpr):
-    """The token at which the weight of the ids from `first` to `end` exceeds `target`, over ascending ids."""
+    """Return the first token at which the cumulative weight of the ids from `first` to `end` exceeds `target`."""
     past = tl.full([], 2147483647, tl.int32)
     token = past  # the first id at which the cumulative weight exceeds the target
-    last = tl.full([], -1, tl.int32)  # the last id with any weight: rounding must not lead past it
+    last = tl.full([], -1, tl.int32)  # the last id with any weight: rounding must not lead past this id
     before = tl.full([], 0.0, tl.float64)
     for start in range(first, tl.minimum(end, vocab_size), CHUNK):
         share = tl.exp(_log_weights(logits_ptr, start, vocab_size, best, temperature, CHUNK)).to(tl.float64)
@@ -339,15 +341,15 @@ def _draw_whole(logits_ptr, first, end, vocab_size, best, temperature, target, C
 
 @triton.jit
 def _survey_kernel(
-    bests_ptr,  # [R, pieces] float32: the largest logit of each piece, +inf where one is no finite number
-    tokens_ptr,  # [R, pieces] int32: its token
+    bests_ptr,  # [R, pieces] float32: the largest logit of each piece; +inf if a logit is NaN or +inf
+    tokens_ptr,  # [R, pieces] int32: the token of that logit
     logits_ptr,  # [R, vocab_size] float32 with row stride
     vocab_size,
     row_stride,
     PIECE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One program: one piece of one row."""
+    """One program handles one piece of one row."""
     row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
     logits_ptr += row * row_stride
@@ -369,21 +371,21 @@ def _survey_kernel(
 
 @triton.jit
 def _best_of(bests_ptr, row, PIECES: tl.constexpr, PIECES_PAD: tl.constexpr):
-    """The row's largest logit."""
+    """Return the row's largest logit."""
     pieces = tl.arange(0, PIECES_PAD)
     return tl.max(tl.load(bests_ptr + row * PIECES + pieces, mask=pieces < PIECES, other=float("-inf")), 0)
 
 
 @triton.jit
 def _draws(best, temperature):
-    """Whether a token is to be drawn from a row, and there is one."""
+    """Return whether the row is drawn at a temperature, and has a drawable token."""
     return (temperature > 0.0) & (best != float("inf")) & (best != float("-inf"))
 
 
 @triton.jit
 def _weigh_kernel(
-    masses_ptr,  # [R, pieces, LEVELS + 1] float64: weight of the piece's tokens down to each level, and of all
-    counts_ptr,  # [R, pieces, LEVELS] int32: how many
+    masses_ptr,  # [R, pieces, LEVELS + 1] float64: weight of the piece's tokens down to each level, then of all tokens
+    counts_ptr,  # [R, pieces, LEVELS] int32: number of the piece's tokens down to each level
     bests_ptr,  # [R, PIECES] float32
     logits_ptr,  # [R, vocab_size] float32 with row stride
     params_ptr,  # [R, 5] float64
@@ -395,7 +397,7 @@ def _weigh_kernel(
     STEP: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    """One program: one piece of one row."""
+    """One program handles one piece of one row."""
     row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
     best = _best_of(bests_ptr, row, PIECES, PIECES_PAD)
@@ -429,19 +431,22 @@ def _enough_level(
     ROOM: tl.constexpr,
     MARGIN: tl.constexpr,
 ):
-    """The first level down to which is all that may be kept, and how many tokens; LEVELS where that is too many."""
+    """Return the first level down to which lie all tokens that may be kept, and the number of tokens down to it.
+
+    The level is LEVELS if these are too many tokens.
+    """
     pieces = tl.arange(0, PIECES_PAD)
     there = pieces < PIECES
     found = tl.full([], LEVELS, tl.int32)
     number = tl.full([], 0, tl.int32)
     for place in tl.static_range(LEVELS):
-        level = LEVELS - 1 - place  # from the lowest up: the last one that is enough is the first
+        level = LEVELS - 1 - place  # from the lightest level up, so the last level that is enough is the first level
         masses = tl.load(masses_ptr + (row * PIECES + pieces) * (LEVELS + 1) + level, mask=there, other=0.0)
         counts = tl.load(counts_ptr + (row * PIECES + pieces) * LEVELS + level, mask=there, other=0)
         count = tl.sum(counts, 0)
         lightest = tl.exp(tl.full([], 0.0 - STEP * (level + 1), tl.float32)).to(tl.float64)
         by_count = is_limited & (count >= top_k)
-        # With a top_k that holds more than these, top_p is of what that keeps, which is no more than all.
+        # With top_k, top_p is a share of what top_k keeps. So only the count decides then.
         by_mass = (top_p < 1.0) & (tl.sum(masses, 0) >= top_p * total * (1.0 + MARGIN)) & (is_limited == 0)
         by_weight = (min_p > 0.0) & (lightest < min_p) & (is_limited == 0) & (top_p >= 1.0)
         fits = (by_count | by_mass | by_weight) & (count <= ROOM)
@@ -469,7 +474,7 @@ def _gather_kernel(
     MARGIN: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    """One program: the candidates in one piece of one row, behind those of the pieces before it."""
+    """One program handles one piece of one row: it stores the candidates behind those of the earlier pieces."""
     row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
     best = _best_of(bests_ptr, row, PIECES, PIECES_PAD)
@@ -502,7 +507,7 @@ def _gather_kernel(
 
 @triton.jit
 def _total_of(masses_ptr, row, PIECES: tl.constexpr, PIECES_PAD: tl.constexpr, LEVELS: tl.constexpr):
-    """The weight of all the row's tokens."""
+    """Return the weight of all the row's tokens."""
     pieces = tl.arange(0, PIECES_PAD)
     cells = (row * PIECES + pieces) * (LEVELS + 1) + LEVELS
     return tl.sum(tl.load(masses_ptr + cells, mask=pieces < PIECES, other=0.0), 0)
@@ -511,11 +516,11 @@ def _total_of(masses_ptr, row, PIECES: tl.constexpr, PIECES_PAD: tl.constexpr, L
 @triton.jit
 def _sample_kernel(
     tokens_ptr,  # [R] int64
-    bests_ptr,  # [R, PIECES] float32, as `_survey_kernel` left them
+    bests_ptr,  # [R, PIECES] float32, written by `_survey_kernel`
     candidates_ptr,  # [R, PIECES] int32
-    near_ptr,  # [R, ROOM] float32, as `_gather_kernel` left them
+    near_ptr,  # [R, ROOM] float32, written by `_gather_kernel`
     ids_ptr,  # [R, ROOM] int32
-    masses_ptr,  # [R, PIECES, LEVELS + 1] float64, as `_weigh_kernel` left them
+    masses_ptr,  # [R, PIECES, LEVELS + 1] float64, written by `_weigh_kernel`
     counts_ptr,  # [R, PIECES, LEVELS] int32
     logits_ptr,  # [R, vocab_size] float32 with row stride
     params_ptr,  # [R, 5] float64: temperature, top_k, top_p, min_p, uniform
@@ -532,7 +537,7 @@ def _sample_kernel(
     LARGEST: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One program: one row."""
+    """One program handles one row."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * row_stride
     params_ptr += row * 5
@@ -540,7 +545,7 @@ def _sample_kernel(
     bests = tl.load(bests_ptr + row * PIECES + pieces, mask=pieces < PIECES, other=float("-inf"))
     candidates = tl.load(candidates_ptr + row * PIECES + pieces, mask=pieces < PIECES, other=0)
     best = tl.max(bests, 0)
-    # Pieces are in the order of ids, and each has its lowest.
+    # Pieces are in the order of ids, and each piece has its lowest id.
     token = tl.min(tl.where(bests == best, candidates, vocab_size), 0)
     if (best == float("inf")) | (best == float("-inf")):
         tl.store(tokens_ptr + row, NONE)
@@ -574,7 +579,8 @@ def _sample_kernel(
             masses = tl.load(masses_ptr + cells, mask=pieces < PIECES, other=0.0)
             cumulative = tl.cumsum(masses, 0)
             target = point * total
-            # The first piece at which the weight exceeds the target; rounding must not lead past the last with any.
+            # Find the first piece at which the cumulative weight exceeds the target. Rounding must not lead past the
+            # last piece with any weight.
             past = tl.min(tl.where((cumulative > target) & (masses > 0.0), pieces, PIECES_PAD), 0)
             chosen = tl.minimum(past, tl.max(tl.where(masses > 0.0, pieces, 0), 0))
             before = tl.sum(tl.where(pieces < chosen, masses, 0.0), 0)
@@ -585,13 +591,13 @@ def _sample_kernel(
 
 
 def draw_tokens(logits: torch.Tensor, params: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """One token a row, -1 where a row holds NaN, +inf or nothing but -inf.
+    """Draw one token for each row; the token is -1 if the row holds NaN, +inf or only -inf.
 
     Args:
         logits: [R, vocab_size] float32, the last dimension contiguous.
         params: [R, 5] float64, contiguous: temperature (0 is greedy), top_k (0 off), top_p (1 off), min_p (0 off),
             and the row's uniform number in [0, 1).
-        out: [R or more] int64, contiguous, whose first R are filled; None makes a new one.
+        out: [R or more] int64, contiguous; its first R elements are filled. None allocates a new tensor.
 
     Returns:
         [R] int64 on the logits' device, or `out`.
@@ -620,6 +626,6 @@ def draw_tokens(logits: torch.Tensor, params: torch.Tensor, out: torch.Tensor | 
     _sample_kernel[(rows,)](
         tokens, bests, candidates, near, ids, masses, counts, logits, params, *shape,
         **split, **room, PIECE=piece, CHUNK=chunk, NONE=NONE, LARGEST=_LARGEST, num_warps=8,
-        maxnreg=160,  # by itself ptxas of Triton 3.6 takes 128 for 12.0 and spills some
+        maxnreg=160,  # without it, ptxas of Triton 3.6 takes 128 for compute capability 12.0 and spills some
     )  # fmt: skip
     return tokens
