@@ -26,7 +26,7 @@ from genbatch.nif.sampling.sampler import Sampled, SamplerState, sample
 from genbatch.nif.text.detokenizer import open_detokenizer
 from genbatch.proto.errors import InvalidRequest, PromptTooLong
 from genbatch.proto.messages import GenerateRequest
-from genbatch.proto.validation import RequestLimits, check_types, validate_request
+from genbatch.proto.validation import RequestLimits, validate_request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,8 +258,7 @@ class OfflineScheduler:
             top_p=top_p,
             seed=seed,
         )
-        check_types(request)
-        validate_request(request, RequestLimits())
+        validate_request(request, RequestLimits(), is_typed=False)
         if max_new_tokens < 0:
             raise InvalidRequest("max_new_tokens", f"{max_new_tokens} is negative; 0 is unlimited")
         model, room = self.engine.model, self.engine.max_positions

@@ -172,20 +172,6 @@ class Entry:
     adapter: int = 0
 
 
-def num_logits(entry: Entry) -> int:
-    """Return the number of rows of logits that an entry needs."""
-    if entry.logits is Logits.ALL:
-        return len(entry.tokens)
-    return 1 if entry.logits is Logits.LAST else 0
-
-
-def num_states(entry: Entry) -> int:
-    """Return the number of rows of hidden states that an entry needs."""
-    if entry.logits is Logits.EVERY_STATE:
-        return len(entry.tokens)
-    return 1 if entry.logits is Logits.LAST_STATE else 0
-
-
 @dataclass(frozen=True, slots=True)
 class RaggedBatch:
     """All entries of a step laid end to end, without padding; built by Context, read by a runner.

@@ -266,12 +266,20 @@ def check_types(request: GenerateRequest) -> None:
         check_type({"response_format": msgspec.structs.asdict(request.response_format)}, _Shaped)
 
 
-def validate_request(request: GenerateRequest, limits: RequestLimits) -> None:
-    """Check the ranges and rules that need no model. A gateway or `check_types` has checked the types.
+def validate_request(
+    request: GenerateRequest, limits: RequestLimits, *, drawn: Sequence[DrawnTokens] = (), is_typed: bool = True
+) -> None:
+    """Check the ranges and rules that need no model.
+
+    Args:
+        drawn: the tokens that each choice has drawn before; empty for a new request.
+        is_typed: whether a gateway has checked the types, as of each client's request. False checks them here.
 
     Raises:
         InvalidRequest: with the path of the first parameter at fault.
     """
+    if not is_typed:
+        check_types(request)
     _check_prompt(request, limits)
     _check_tools(request)
     _check_lengths(request, limits)
@@ -284,6 +292,8 @@ def validate_request(request: GenerateRequest, limits: RequestLimits) -> None:
     if request.payer is not None:
         _check_text("payer.name", request.payer.name, MAX_PAYER_LENGTH)
         _check_range("payer.served", request.payer.served, 0.0, MAX_SERVED)
+    if drawn:
+        _check_drawn(drawn, request)
 
 
 def validate_text(request: PromptRequest, limits: RequestLimits) -> None:
@@ -606,12 +616,8 @@ def _check_text(field: str, text: str, max_length: int | None = None) -> None:
             raise InvalidRequest(field, "is not valid Unicode: it has a lone surrogate") from None
 
 
-def validate_drawn(drawn: Sequence[DrawnTokens], request: GenerateRequest) -> None:
-    """Check the drawn tokens that a client sends with its request; the engine checks that they are the model's.
-
-    Raises:
-        InvalidRequest: with the path of the first fault.
-    """
+def _check_drawn(drawn: Sequence[DrawnTokens], request: GenerateRequest) -> None:
+    """Check the drawn tokens that a client sends with its request; the engine checks that they are the model's."""
     if len(drawn) != request.n:
         raise InvalidRequest("drawn", f"has the tokens of {len(drawn)} choices, the request has n = {request.n}")
     for choice, tokens in enumerate(drawn):

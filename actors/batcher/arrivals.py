@@ -39,14 +39,14 @@ import outcome
 from genbatch.actors.batcher.embeddings import QUEUE_SHARE, TextsRequest
 from genbatch.actors.batcher.generation import Generation, GenerationRequest
 from genbatch.actors.batcher.intake import Intake
-from genbatch.actors.batcher.messages import Embed, Generate, Keep, charged_account
-from genbatch.actors.batcher.open_requests import BatchState, OpenRequests
-from genbatch.actors.batcher.options import BatcherOptions, Load
+from genbatch.actors.batcher.messages import Embed, Generate
+from genbatch.actors.batcher.open_requests import Admission, BatchState, Load, OpenRequests
+from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.requests import HeldPrompt, Prompt, ReadJob, Request, Sequence, TimeLimits
 from genbatch.actors.batcher.slots import HeldPrompts, Slots
 from genbatch.actors.runtime.actor import From, GenServer, reply_error
 from genbatch.actors.runtime.worker import SharedWorker, Worker
-from genbatch.actors.scheduling.request import Phase
+from genbatch.actors.scheduling.request import Phase, charged_account
 from genbatch.nif.kv.block_pool import prefix_key
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.sampling.sampler import Constraint, Sampled
@@ -418,6 +418,7 @@ class Arrivals:
         self._watch = state.watch
         self._flight = state.flight
         self._options = options
+        self._admission = {of_clients: Admission.by(options, of_clients=of_clients) for of_clients in (False, True)}
         self._intake = intake
         self._grammars = grammars
         self._reader = reader
@@ -470,7 +471,7 @@ class Arrivals:
             drawn=message.drawn,
             tag=message.tag,
             beam_width=message.beam_width,
-            keep=message.keep or Keep(),
+            keep=message.keep,
             grammar=grammar,
             adapter=adapter,
         )
@@ -576,7 +577,7 @@ class Arrivals:
             open_of=self._requests.open_of() if account else {},
             service_s=self._journal.stats.median_service(),
         )
-        admission = self._options.admission(client)
+        admission = self._admission[bool(client)]
         if embeds and self._intake.generates:
             admission = replace(admission, max_queue=int(QUEUE_SHARE * admission.max_queue))
         admission.check(num_sequences=width, client=account, patience_s=limits.patience_s, load=load)

@@ -265,7 +265,7 @@ class Batcher(BatcherParts):
             self.stepper.hurry()
         elif self.slots.seq_pool:
             self.stepper.arrived()
-        if len(self.slots.pending) >= self.options.flush_size:
+        if len(self.slots.pending) >= self._flush_size:
             self._tick_when_idle()
         elif not self._stepping:
             self._wait_for_more()
@@ -277,7 +277,7 @@ class Batcher(BatcherParts):
         """
         now, quiet_s = trio.current_time(), self._quiet_s()
         if self._window is None:
-            self._window_ends = now + self.options.window_s
+            self._window_ends = now + self._window_s
         elif quiet_s is None:
             return
         else:
@@ -293,7 +293,7 @@ class Batcher(BatcherParts):
 
     def _quiet_s(self) -> float | None:
         """Return the seconds without a new request that end the wait: a share of the step that requests would share."""
-        quiet_s = self.options.quiet_s
+        quiet_s = self._most_quiet_s
         if quiet_s is None:
             return None
         step_s = self.planner.first_step_s()

@@ -253,7 +253,7 @@ class GenerationRequest(Request):
     shows: bool = True
     drawn: tuple[DrawnTokens, ...] = ()
     beam_width: int = 1
-    keep: Keep = field(default_factory=Keep)
+    keep: Keep | None = None
     grammar: Grammar | None = None
     constraints: list[Constraint] = field(default_factory=list)  # one per sequence; empty without a grammar
     echo: str = ""  # see Prompt
@@ -272,7 +272,17 @@ class GenerationRequest(Request):
     @property
     def scores_prompt(self) -> bool:
         """True if logits are read at every token of the prompt."""
-        return self.params.scores_prompt or self.keep.context
+        return self.params.scores_prompt or self.keeps_context
+
+    @property
+    def keeps_context(self) -> bool:
+        """True if the caller gets the logits after every token of the prompt."""
+        return self.keep is not None and self.keep.context
+
+    @property
+    def keeps_generation(self) -> bool:
+        """True if the caller gets the logits that every token was drawn from."""
+        return self.keep is not None and self.keep.generation
 
     @property
     def has_answer(self) -> bool:
@@ -327,7 +337,7 @@ class Generation(Sequence):
     @property
     def runs_ahead(self) -> bool:
         # Another thread makes a slow mask, see `Grammars`. Kept logits are read after every step.
-        return not self.sampler.is_slow and not self.request.keep.generation
+        return not self.sampler.is_slow and not self.request.keeps_generation
 
     def conclude(self, reason: FinishReason) -> bool:
         self.request.choices |= self.choices(reason)
@@ -347,13 +357,13 @@ class Generation(Sequence):
         return (Logits.LAST, self.sampler) if is_last else (Logits.NONE, None)
 
     def reads_rows(self, planned: Planned) -> bool:
-        keep = self.request.keep
-        return planned.entry.logits is Logits.ALL or keep.context or keep.generation
+        request = self.request
+        return planned.entry.logits is Logits.ALL or request.keeps_context or request.keeps_generation
 
     def read(self, planned: Planned, rows: Rows, drawn: Sampled | SampleFault | None) -> Evaluated:
-        keep = self.request.keep
+        keeps = self.request.keeps_context or self.request.keeps_generation
         # Copy the rows: a runner may overwrite them in its next step.
-        kept = host_copy(rows) if len(rows) and (keep.context or keep.generation) else None
+        kept = host_copy(rows) if keeps and len(rows) else None
         return Evaluated(drawn, self._prompt_logprobs(planned.entry, rows), kept)
 
     def _prompt_logprobs(self, entry: Entry, rows: Rows) -> list[TokenLogprob]:
@@ -385,7 +395,7 @@ class Generation(Sequence):
             # A paused prompt is scored again: the same scores go to the same positions.
             first = entry.n_past + 1
             request.prompt_logprobs[first : first + len(evaluated.prompt_logprobs)] = evaluated.prompt_logprobs
-        if request.keep.context and evaluated.rows is not None:
+        if request.keep is not None and request.keep.context and evaluated.rows is not None:
             first = entry.n_past + len(entry.tokens) - len(evaluated.rows)
             request.keep.add_context(first, evaluated.rows[: max(0, self.num_prompt_tokens - first)])
 
@@ -396,8 +406,9 @@ class Generation(Sequence):
         if drawn.failed:
             books.fail(self.request, self.request.refusal(drawn))
         elif self.request.abandoned is None:
-            if rows is not None and self.request.keep.generation:
-                self.request.keep.add_generation(self.choice, rows[-1])
+            keep = self.request.keep
+            if keep is not None and keep.generation and rows is not None:
+                keep.add_generation(self.choice, rows[-1])
             if self.phase is Phase.PREFILLING:
                 if self.request.params.max_tokens == 0:  # only the prompt was requested
                     self.output.end()
@@ -498,7 +509,7 @@ class BeamGeneration(Generation):
         if drawn.failed:
             books.fail(self.request, self.request.refusal(drawn))
         elif self.request.abandoned is None:
-            keeps = self.request.keep.generation and evaluated.rows is not None
+            keeps = self.request.keeps_generation and evaluated.rows is not None
             row = evaluated.rows[-1] if keeps and evaluated.rows is not None else None
             if self.search.draw(self._slots.index(planned.entry.seq_id), drawn.top, row):
                 self._advance(books)
@@ -525,6 +536,7 @@ class BeamGeneration(Generation):
                 output.push(Sampled(token_id, logprob))
             # A beam that ended by itself has its own reason. The others get the reason for which the search ended.
             choices[index] = output.choice(reason)
-            self.request.keep.set_generation(index, beam.logits)
+            if self.request.keep is not None:
+                self.request.keep.set_generation(index, beam.logits)
         self._num_completed = sum(len(choice.token_ids) for choice in choices.values())
         return choices

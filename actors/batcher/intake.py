@@ -25,7 +25,7 @@ from genbatch.actors.batcher.generation import (
     OutputRules,
     Reading,
 )
-from genbatch.actors.batcher.messages import BILLING_HEADER, Generate, validate_generate
+from genbatch.actors.batcher.messages import BILLING_HEADER, Generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.requests import HeldPrompt, Prompt
 from genbatch.actors.batcher.thinking import Thinking
@@ -59,6 +59,7 @@ from genbatch.proto.validation import (
     holds_to_tools,
     num_characters,
     validate_detokenize,
+    validate_request,
     validate_text,
 )
 
@@ -103,7 +104,7 @@ class Intake:
         self._model = model
         self._adapters = Adapters(model) if adapters is None else adapters
         self._tokenizer = model.tokenizer
-        self._thinking = Thinking(model)
+        self._thinking = Thinking.of(model)
         self._options = options
         self.max_positions = max_positions
         # Returns the most tokens for which there are blocks. The owner of the KV cache sets it (KVView.longest).
@@ -128,7 +129,8 @@ class Intake:
         if not self._model.generates:
             raise InvalidRequest("model", f"{self._model.name} {NO_TEXT}")
         if not message.is_validated:
-            validate_generate(message, self._options.limits)
+            limits, is_typed = self._options.limits, bool(message.client)
+            validate_request(params, limits, drawn=message.drawn, is_typed=is_typed)
         if params.priority and not self._options.priority_ageing_s:
             raise InvalidRequest("priority", "priorities are off in this service (priority_ageing_s is 0)")
         self._check_length(params)
@@ -255,7 +257,7 @@ class Intake:
         turns, offered = [self._turn(message) for message in request.messages], [_offer(tool) for tool in tools]
         with _named_refusals():
             return self._tokenizer.start_prompt(
-                turns, offered, self._thinking.variables(request), goes_on=goes_on, with_others=with_others
+                turns, offered, self._variables(request), goes_on=goes_on, with_others=with_others
             )
 
     def read(self, request: GenerateRequest, prompt: ChatPrompt | None) -> Prompt:
@@ -375,6 +377,10 @@ class Intake:
         """Return whether thinking is separated from the text."""
         return (calls or request.reasoning) and request.messages is not None and self._tokenizer.thinks
 
+    def _variables(self, request: PromptRequest) -> dict[str, Any] | None:
+        """Return the chat template's variables."""
+        return request.chat_template_kwargs if self._thinking is None else self._thinking.variables(request)
+
     def _free_thinking(self, request: GenerateRequest) -> ThinkingTags | None:
         """Return the tags of thinking that a grammar must allow first; None if it must not.
 
@@ -409,14 +415,14 @@ class Intake:
             calls.format if calls else None,
             offered,
             thinking=tags,
-            starts_thinking=tags is not None and self._thinking.opens(prompt_tokens),
+            starts_thinking=tags is not None and self._thinking is not None and self._thinking.opens(prompt_tokens),
             begins=calls.beginnings if calls and has_branches else (),
         )
         return Reading(reader, self._tokenizer.special_ids_in("".join(marks)), request.parallel_tool_calls)
 
     def _first_key(self, request: GenerateRequest) -> tuple[str, str] | None:
         """Return a key for the first message; None if the shared prefix depends on more than this message."""
-        if not request.messages or request.tools or self._thinking.variables(request):
+        if not request.messages or request.tools or self._variables(request):
             return None
         return request.messages[0].role, self._content(request.messages[0])
 
@@ -519,9 +525,11 @@ class Intake:
             shown=frozenset() if params.skip_special_tokens else self._tokenizer.special_ids,
             reading=self.reading(params, request.prompt_tokens),
         )
-        if request.constraints and self._free_thinking(params) and self._thinking.opens(request.prompt_tokens):
+        thinking = self._thinking
+        if thinking is not None and request.constraints and self._free_thinking(params):
+            opening = thinking.opening() if thinking.opens(request.prompt_tokens) else ()
             for constraint in request.constraints:  # the constraint begins where the answer begins
-                for token_id in self._thinking.opening():
+                for token_id in opening:
                     constraint.accept(token_id)
         digest = "" if request.adapter is None else request.adapter.digest
         sequences: list[Generation] = []
@@ -535,8 +543,9 @@ class Intake:
                 make = partial(BeamGeneration, search=search, width=request.beam_width)
             else:
                 own = self._token_rules(params, request.constraints[choice] if request.constraints else None)
-                answer_constraint = self._thinking.constraint(params, request.prompt_tokens, max_tokens, own)
-                sampler = SamplerState(sampling, request.prompt_tokens, answer_constraint)
+                if thinking is not None:
+                    own = thinking.constraint(params, request.prompt_tokens, max_tokens, own)
+                sampler = SamplerState(sampling, request.prompt_tokens, own)
             sequence = make(
                 request_id=request_id,
                 arrival=request_id,

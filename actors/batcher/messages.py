@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from genbatch.proto.messages import DrawnTokens, EmbedRequest, GenerateRequest, Message, ScoreRequest, Token
-from genbatch.proto.validation import RequestLimits, check_types, validate_drawn, validate_request
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,26 +20,6 @@ if TYPE_CHECKING:
 
 # Claude Code writes such a line at the top of its system prompt, with another value in each request.
 BILLING_HEADER = "x-anthropic-billing-header:"
-
-# The account of all clients that connect over TCP from the gateway's own machine.
-LOCALHOST = "host:localhost"
-
-
-def tenant_account(tenant: str) -> str:
-    """Return the account of a tenant."""
-    return f"tenant:{tenant}"
-
-
-def charged_account(client: str, tenant: str, *, embeds: bool = False) -> str:
-    """Return the account that a request is charged to.
-
-    The client's gateway has chosen the account: the tenant of its key or token, or an address that the client cannot
-    multiply (ADR 43). A tenant that a client merely names gives it no share. In-process requests have no account, but
-    each tenant that they name has one. Embeddings are charged to a separate account. So embeddings and generation take
-    turns even when one client asks for both.
-    """
-    account = client or (tenant_account(tenant) if tenant else "")
-    return f"{account} (embeddings)" if embeds and account else account
 
 
 class Keep:
@@ -137,21 +116,6 @@ class Embed:
     client: str = ""
     request_id: str = field(default="", kw_only=True)
     is_validated: bool = field(default=False, kw_only=True)
-
-
-def validate_generate(message: Generate, limits: RequestLimits) -> None:
-    """Validate a request on its arrival.
-
-    A gateway has already checked the types of a client's request. A program's own request is unchecked.
-
-    Raises:
-        InvalidRequest: with the path of the first parameter at fault.
-    """
-    if not message.client:
-        check_types(message.request)
-    validate_request(message.request, limits)
-    if message.drawn:
-        validate_drawn(message.drawn, message.request)
 
 
 class Embedded(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,10 +1,9 @@
-"""The Batcher's options, with their defaults in one place, and the bounds of admission."""
+"""The Batcher's options, with their defaults in one place."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from genbatch.actors.scheduling.plan import BatchingType
-from genbatch.actors.scheduling.request import ahead_in_turn, most_waiting
 from genbatch.actors.scheduling.scheduler import (
     DEFAULT_MAX_PAUSES,
     STEP_ORDERS,
@@ -15,128 +14,7 @@ from genbatch.actors.scheduling.scheduler import (
 )
 from genbatch.nif.engine_options import CpuDefault
 from genbatch.nif.errors import OptionError
-from genbatch.proto.errors import DeadlineExceeded, InvalidRequest, QueueFull
 from genbatch.proto.validation import RequestLimits
-
-# Retry hint per sequence that must get its slot first, until a pace has been measured.
-RETRY_MS_PER_SEQUENCE = 50
-# The least retry hint: a refusal costs more than a shorter wait saves.
-LEAST_RETRY_MS = 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """The load of the Batcher when a request arrives.
-
-    Args:
-        free_slots: sequences that could start at once.
-        waiting: sequences that wait for a slot, including those still being tokenized.
-        waiting_of: the same by client.
-        open_of: sequences accepted and not ended, by client.
-        service_s: recent seconds that a sequence held its slot; None before the first ended.
-    """
-
-    free_slots: int
-    waiting: int
-    waiting_of: Mapping[str, int]
-    open_of: Mapping[str, int]
-    service_s: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Admission:
-    """The bounds of admission.
-
-    Args:
-        n_parallel: slots.
-        max_queue: most sequences that wait.
-        max_client_queue_share: one client's share of the places in the queue that the other clients leave free.
-        max_client_open: sequences that one client may have open while others are there, per slot.
-        in_turn: whether clients take turns; else all wait in one queue.
-    """
-
-    n_parallel: int
-    max_queue: int
-    max_client_queue_share: float
-    max_client_open: float
-    in_turn: bool = True
-
-    def check(self, *, num_sequences: int, client: str, patience_s: float | None, load: Load) -> None:
-        """Admit `num_sequences` more sequences of `client`, which may wait for `patience_s` seconds.
-
-        Raises:
-            InvalidRequest: this many sequences never fit, not even into an empty queue.
-            QueueFull: the queue, or this client's share of it, is full; with retry_after_ms.
-            DeadlineExceeded: the request would expire before its turn.
-        """
-        if num_sequences > self.max_queue + self.n_parallel:
-            places = f"{self.n_parallel} slots and {self.max_queue} places in the queue"
-            raise InvalidRequest("n", f"{num_sequences} answers never fit: this service has {places}")
-        # guard: bound of the queue
-        if load.waiting + num_sequences > self.max_queue + load.free_slots:
-            retry_ms = self._retry_ms(load.waiting + num_sequences - self.max_queue - load.free_slots, load)
-            raise QueueFull(
-                f"{load.waiting} requests are waiting; at most {self.max_queue} may wait", retry_after_ms=retry_ms
-            )
-        # A client's only request needs a place and no share. In-process requests have no client name, and no share
-        # applies.
-        if client and load.open_of.get(client):
-            self._check_share(num_sequences, client, load)
-        expected_s = self._expected_wait_s(num_sequences, client, load)
-        # guard: hopeless deadline
-        if patience_s is not None and expected_s is not None and expected_s > patience_s:
-            raise DeadlineExceeded(
-                f"the expected wait is {expected_s:.1f} s, and the request allows {patience_s:.1f} s",
-                retry_after_ms=max(LEAST_RETRY_MS, round(1000 * (expected_s - patience_s))),
-            )
-
-    def _check_share(self, num_sequences: int, client: str, load: Load) -> None:
-        mine = load.waiting_of.get(client, 0)
-        most = most_waiting(self.max_queue, load.waiting - mine, self.max_client_queue_share)
-        # guard: a client's share of the queue
-        if mine + num_sequences > most + load.free_slots:
-            raise QueueFull(
-                f"this client has {mine} waiting requests; at most {most:g} may wait, so that others find room",
-                retry_after_ms=self._retry_ms(
-                    self._turns(mine + num_sequences - most - load.free_slots, client, load), load
-                ),
-            )
-        if load.open_of.keys() <= {client}:
-            return
-        num_open = load.open_of[client]
-        most = self.max_client_open * self.n_parallel
-        # guard: a client's open requests
-        if num_open + num_sequences > most:
-            raise QueueFull(
-                f"this client has {num_open} open requests; at most {most:g} may be open while others are served",
-                # Its own sequences must end first, and other clients' sequences end meanwhile.
-                retry_after_ms=self._retry_ms(
-                    (num_open + num_sequences - most) * self.n_parallel / max(1, num_open - mine), load
-                ),
-            )
-
-    def _expected_wait_s(self, num_sequences: int, client: str, load: Load) -> float | None:
-        """Return the wait of this client's last sequence at the recent pace; None before a pace was measured."""
-        if load.free_slots > load.waiting:
-            return 0.0
-        if load.service_s is None:
-            return None
-        ahead = load.waiting
-        if self.in_turn and client:
-            ahead = min(ahead, ahead_in_turn(load.waiting_of, client, num_sequences))
-        return load.service_s * (ahead + 1) / self.n_parallel
-
-    def _turns(self, excess: float, client: str, load: Load) -> float:
-        """Return how many sequences get a slot before `excess` of the client's waiting sequences have one."""
-        if not self.in_turn:
-            return excess * load.waiting / max(1, load.waiting_of.get(client, 0))
-        return excess + sum([min(count, excess) for other, count in load.waiting_of.items() if other != client])
-
-    def _retry_ms(self, num_slots: float, load: Load) -> int:
-        """Return the time until `num_slots` slots become free, at the recent pace."""
-        pace_ms = RETRY_MS_PER_SEQUENCE if load.service_s is None else 1000 * load.service_s / self.n_parallel
-        return max(LEAST_RETRY_MS, round(pace_ms * num_slots))
-
 
 # The defaults of batch_timeout and batch_quiet.
 BATCH_TIMEOUT_MS, BATCH_QUIET_MS = 20.0, 2.0
@@ -339,18 +217,11 @@ class BatcherOptions:
         """The number of pending sequences at which an idle Batcher starts at once."""
         return self.batch_size or self.n_parallel
 
-    def admission(self, client: str) -> Admission:
-        """Return the bounds for a client; "" stands for in-process requests."""
-        max_queue = self.max_queue
-        if max_queue is None:
-            max_queue = QUEUE_PER_SLOT * self.n_parallel if client else OWN_QUEUE
-        return Admission(
-            n_parallel=self.n_parallel,
-            max_queue=max_queue,
-            max_client_queue_share=self.max_client_queue_share,
-            max_client_open=self.max_client_open,
-            in_turn=self.fair_share,
-        )
+    def queue_size(self, *, of_clients: bool) -> int:
+        """Return the most sequences that wait for a slot, for clients or for the program that runs the Batcher."""
+        if self.max_queue is not None:
+            return self.max_queue
+        return QUEUE_PER_SLOT * self.n_parallel if of_clients else OWN_QUEUE
 
 
 def _power_of_two(value: float, least: int, most: int) -> int:

@@ -118,7 +118,8 @@ class BatcherParts(GenServer):
     async def _open(self) -> None:
         self.ctx = await self._worker.run(self._open_context)
         self.ctx.kv.allow_keeping(self.options.kept_prefix_share)
-        self.options = self.options.on_device(memory_of(self.ctx.model.device))
+        self.options = options = self.options.on_device(memory_of(self.ctx.model.device))
+        self._flush_size, self._window_s, self._most_quiet_s = options.flush_size, options.window_s, options.quiet_s
         self.models = self._list_models()
         self.times = StepTimeModel()
         self.intake = self._open_intake()
@@ -265,6 +266,7 @@ class BatcherParts(GenServer):
 def model_cards(ctx: Context, n_parallel: int) -> tuple[ModelCard, ...]:
     """Return the card of the model, for `n_parallel` sequences at once, and the cards of its adapters."""
     model, runner, pooling = ctx.model, ctx.runner, ctx.model.pooling
+    thinking = Thinking.of(model)
     card = ModelCard(
         id=model.name,
         n_ctx=ctx.max_positions,
@@ -278,7 +280,7 @@ def model_cards(ctx: Context, n_parallel: int) -> tuple[ModelCard, ...]:
         generates=model.generates,
         labels=pooling.scoring.labels if pooling is not None and pooling.scoring is not None else (),
         sampling=dict(model.sampling),
-        thinks=model.generates and Thinking(model).takes_effort,
+        thinks=thinking is not None and thinking.takes_effort,
     )
     adapted = msgspec.structs.replace(card, parent=card.id, embedding_size=None, labels=())
     return card, *(msgspec.structs.replace(adapted, id=adapter.name) for adapter in ctx.adapters.serving())

@@ -268,6 +268,7 @@ class Planner:
             self._fallback = build_scheduler(replace(options.scheduling, scheduler="fifo"), kv_view, self._limits)
         self._failures: Counter[str] = Counter()  # of the user's scheduler, by kind of error
         self._options = options
+        self._plans_repeat = options.plans_repeat
         self._times = times
         self._kv = kv
         self._kv_view = kv_view
@@ -384,7 +385,7 @@ class Planner:
         The next plan decodes a sequence if this plan evaluates the last token of its prompt; see `draws_ahead`.
         """
         return (
-            self._options.plans_repeat
+            self._plans_repeat
             and self._is_whole
             and plan.num_scheduled == len(self._slots.sequences)
             and not (self._slots.pending and (self._slots.seq_pool or self.is_owed()))

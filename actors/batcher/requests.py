@@ -18,9 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import outcome
 
-from genbatch.actors.batcher.messages import charged_account
 from genbatch.actors.runtime.actor import From, Monitor, reply, reply_error
-from genbatch.actors.scheduling.request import LlmRequest, Phase, RequestList
+from genbatch.actors.scheduling.request import LlmRequest, Phase, RequestList, charged_account
 from genbatch.nif.runner import Entry, Logits, LoraAdapter, Rows
 from genbatch.nif.sampling.sampler import Constraint, Sampled, SampleFault, SamplerState
 from genbatch.nif.text.tokenizer import ChatPrompt

@@ -50,6 +50,13 @@ class Thinking:
         model: the loaded model.
     """
 
+    @classmethod
+    def of(cls, model: Model) -> "Thinking | None":
+        """Return the thinking of a model; None if its template neither marks thinking nor reads a setting of it."""
+        tokenizer = model.tokenizer
+        has_settings = any(tokenizer.template_reads(name) for name in (*SWITCHES, EFFORT, BUDGET))
+        return cls(model) if model.generates and (tokenizer.thinks or has_settings) else None
+
     def __init__(self, model: Model) -> None:
         self._tokenizer = model.tokenizer
         self._num_words = -(-model.vocab_size // 32)

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 import trio
 
-from genbatch.actors.batcher.messages import DRAINING, RETRY_AFTER_DRAIN_MS, Embed, Generate, validate_generate
+from genbatch.actors.batcher.messages import DRAINING, RETRY_AFTER_DRAIN_MS, Embed, Generate
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.engine.accepted_requests import RETRY_MS, AcceptedRequest, AcceptedRequests, EngineRequest, Stage
 from genbatch.actors.engine.child_process import Join
@@ -51,7 +51,7 @@ from genbatch.proto.service_messages import (
     ModelsRequest,
     StatsRequest,
 )
-from genbatch.proto.validation import check_type, validate_texts
+from genbatch.proto.validation import check_type, validate_request, validate_texts
 
 
 class EngineWatch:
@@ -108,8 +108,6 @@ class EngineWatch:
         return msgspec.structs.replace(self._health, status=status, stalled_s=self.stalled_s(now))
 
 
-# The client name for the admission bounds of all remote clients.
-REMOTE = "remote"
 # Seconds between two checks of deadlines and of the engine's signs of life.
 TICK_S = 0.5
 # Seconds that a draining engine has to end its cancelled requests.
@@ -199,7 +197,7 @@ class RemoteBatcher:
         self._reset()
 
     def _reset(self) -> None:
-        self.accepted = AcceptedRequests(self.options.admission(REMOTE).max_queue + self.options.n_parallel)
+        self.accepted = AcceptedRequests(self.options.queue_size(of_clients=True) + self.options.n_parallel)
         self._watch = EngineWatch(self.options.stall_s)
         self._connection: EngineConnection | None = None
         self._calls: dict[int, AcceptedRequest | PendingCall] = {}  # the calls that the engine has, by msgid
@@ -319,7 +317,8 @@ class RemoteBatcher:
         else:
             if message.keep is not None:
                 raise InvalidRequest(None, "only an engine in the caller's process returns logits")
-            validate_generate(message, self.options.limits)
+            limits, is_typed = self.options.limits, bool(message.client)
+            validate_request(message.request, limits, drawn=message.drawn, is_typed=is_typed)
         fault = why_unsendable(message.request)
         if fault is not None:
             raise fault

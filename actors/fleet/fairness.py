@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 
 import trio
 
-from genbatch.actors.batcher.messages import LOCALHOST
-from genbatch.actors.scheduling.request import OUTPUT_WEIGHT, PROMPT_WEIGHT, FairShare, most_waiting
+from genbatch.actors.scheduling.request import LOCALHOST, OUTPUT_WEIGHT, PROMPT_WEIGHT, FairShare, most_waiting
 from genbatch.proto.errors import QueueFull
 from genbatch.proto.validation import MAX_PAYER_LENGTH
 

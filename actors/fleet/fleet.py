@@ -37,11 +37,10 @@ from genbatch.actors.batcher.messages import (
     Embed,
     Embedded,
     Generate,
-    charged_account,
-    validate_generate,
 )
 from genbatch.actors.fleet.fairness import Accounts, Line, Waiter, account_in_fleet, weighted
 from genbatch.actors.fleet.routing import ReplicaView, Roster, Router, RouteRequest, content_blocks
+from genbatch.actors.scheduling.request import charged_account
 from genbatch.proto.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -79,7 +78,7 @@ from genbatch.proto.service_messages import (
     StatsRequest,
     UnloadAdapterRequest,
 )
-from genbatch.proto.validation import RequestLimits, validate_texts
+from genbatch.proto.validation import RequestLimits, validate_request, validate_texts
 
 # The retry hint while there is no replica: about a small model's load time.
 RETRY_MS = 2000
@@ -293,7 +292,7 @@ class Fleet:
         if message.keep is not None or message.beam_width > 1:
             raise InvalidRequest(None, "only an engine in the caller's process returns logits or searches beams")
         request = message.request
-        validate_generate(message, self.limits.limits)
+        validate_request(request, self.limits.limits, drawn=message.drawn, is_typed=bool(message.client))
         seen = content_blocks(request, request.tenant)
         with self._opened() as scope, scope:
             return await self._generate(message, request, seen)

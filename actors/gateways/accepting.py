@@ -47,7 +47,7 @@ from typing import Final, NoReturn, Protocol
 
 import trio
 
-from genbatch.actors.batcher.messages import LOCALHOST
+from genbatch.actors.scheduling.request import LOCALHOST
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,9 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 import trio
 
-from genbatch.actors.batcher.messages import Embed, Embedded, Generate, tenant_account
+from genbatch.actors.batcher.messages import Embed, Embedded, Generate
 from genbatch.actors.runtime.errors import ActorDown, CallTimeout, MailboxFull
+from genbatch.actors.scheduling.request import tenant_account
 from genbatch.proto.codec import to_generate_request
 from genbatch.proto.errors import (
     EngineError,

@@ -130,7 +130,7 @@ class FlightRecorder(Flight):
                 client=request.client,
                 request_id=request.request_id,
                 beam_width=request.beam_width,
-                scores_prompt=request.keep.context,
+                scores_prompt=request.keeps_context,
                 adapter="" if request.adapter is None else request.adapter.digest,
             )
         )

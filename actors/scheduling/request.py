@@ -293,6 +293,27 @@ class KVResources(Protocol):
         ...
 
 
+# The account of all clients that connect over TCP from the gateway's own machine.
+LOCALHOST = "host:localhost"
+
+
+def tenant_account(tenant: str) -> str:
+    """Return the account of a tenant."""
+    return f"tenant:{tenant}"
+
+
+def charged_account(client: str, tenant: str, *, embeds: bool = False) -> str:
+    """Return the account that a request is charged to.
+
+    The client's gateway has chosen the account: the tenant of its key or token, or an address that the client cannot
+    multiply (ADR 43). A tenant that a client merely names gives it no share. In-process requests have no account, but
+    each tenant that they name has one. Embeddings are charged to a separate account. So embeddings and generation take
+    turns even when one client asks for both.
+    """
+    account = client or (tenant_account(tenant) if tenant else "")
+    return f"{account} (embeddings)" if embeds and account else account
+
+
 # A generated token costs a forward, a prompt token only a share of one (the paper's weights).
 PROMPT_WEIGHT = 1.0
 OUTPUT_WEIGHT = 2.0

@@ -15,7 +15,7 @@ import trio
 
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.engine.child_process import ManagedModel, SwitchEngine
-from genbatch.actors.engine.remote_batcher import REMOTE, EndWaiting
+from genbatch.actors.engine.remote_batcher import EndWaiting
 from genbatch.actors.gateways.dispatcher import Callee
 from genbatch.actors.observing.observe import log_event
 from genbatch.actors.runtime.errors import ActorDown, CallTimeout
@@ -61,7 +61,7 @@ class ModelKeeper:
 
     def add(self, model: ManagedModel, options: BatcherOptions, engine: Callee) -> None:
         """Serve one more model through this link."""
-        max_waiting = options.admission(REMOTE).max_queue + options.n_parallel
+        max_waiting = options.queue_size(of_clients=True) + options.n_parallel
         added = OnDemandModel(model.name, model.num_bytes, model.keep_alive, max_waiting, model.is_there)
         self._models.add(added)
         self.adapters[model.name] = model.adapters

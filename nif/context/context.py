@@ -23,7 +23,7 @@ import numpy as np
 
 from genbatch.nif.context.assistant import Assistant
 from genbatch.nif.context.drafters import Drafter, StateDrafter
-from genbatch.nif.context.layout import lay_out
+from genbatch.nif.context.layout import lay_out, num_logits, num_states
 from genbatch.nif.context.multi_token_head import MultiTokenHead
 from genbatch.nif.context.runs import DecodeRun, OverlappedRun, Read, RunRows
 from genbatch.nif.cuda_device import is_out_of_memory
@@ -51,8 +51,6 @@ from genbatch.nif.runner import (
     Rows,
     Runner,
     StateRunner,
-    num_logits,
-    num_states,
 )
 from genbatch.nif.sampling.choice import choose
 from genbatch.nif.sampling.draw import SamplingParams

@@ -13,7 +13,21 @@ import numpy as np
 import numpy.typing as npt
 
 from genbatch.nif.kv.kv_cache import KVCache
-from genbatch.nif.runner import Entry, Logits, RaggedBatch, num_states
+from genbatch.nif.runner import Entry, Logits, RaggedBatch
+
+
+def num_logits(entry: Entry) -> int:
+    """Return the number of rows of logits that an entry needs."""
+    if entry.logits is Logits.ALL:
+        return len(entry.tokens)
+    return 1 if entry.logits is Logits.LAST else 0
+
+
+def num_states(entry: Entry) -> int:
+    """Return the number of rows of hidden states that an entry needs."""
+    if entry.logits is Logits.EVERY_STATE:
+        return len(entry.tokens)
+    return 1 if entry.logits is Logits.LAST_STATE else 0
 
 
 def lay_out(batch: Sequence[Entry], kv: KVCache) -> RaggedBatch:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from genbatch.actors.batcher.options import Admission, Load
+from genbatch.actors.batcher.open_requests import Admission, Load
 from genbatch.proto.errors import DeadlineExceeded, InvalidRequest, QueueFull
 
 ADMISSION = Admission(n_parallel=4, max_queue=16, max_client_queue_share=0.5, max_client_open=2.0)

@@ -133,7 +133,7 @@ async def test_the_queue_of_clients_is_four_a_slot_and_the_programs_own_longer(s
         await wait_all_tasks_blocked()
         assert len(bench.actor.slots.pending) == 6
         nursery.cancel_scope.cancel()
-    assert BatcherOptions().admission("").max_queue == OWN_QUEUE
+    assert BatcherOptions().queue_size(of_clients=False) == OWN_QUEUE
     await bench.ref.stop()
 
 

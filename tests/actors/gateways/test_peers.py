@@ -9,7 +9,6 @@ import pytest
 import trio
 import zmq
 
-from genbatch.actors.batcher.messages import charged_account
 from genbatch.actors.fleet.fairness import account_in_fleet
 from genbatch.actors.gateways.accepting import GONE, account_of_descriptor, account_of_host, account_of_socket
 from genbatch.actors.gateways.addresses import parse_http_address
@@ -19,6 +18,7 @@ from genbatch.actors.gateways.rpc_gateway import RPCGateway
 from genbatch.actors.gateways.zeromq_gateway import ZeroMQGateway
 from genbatch.actors.runtime.actor import start
 from genbatch.actors.runtime.zeromq_socket import open_socket
+from genbatch.actors.scheduling.request import charged_account
 from tests.actors.gateways.scripted_batcher import ScriptedBatcher
 from tests.waiting import received_until
 
