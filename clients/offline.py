@@ -21,8 +21,8 @@ from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import BatchError, OutOfBlocks
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runner import Entry
-from genbatch.nif.sampling.draw import SamplingParams
-from genbatch.nif.sampling.sampler import Sampled, SamplerState, sample
+from genbatch.nif.sampling.choice import sample
+from genbatch.nif.sampling.sampler import Sampled, SamplerState, SamplingParams
 from genbatch.nif.text.detokenizer import open_detokenizer
 from genbatch.proto.errors import InvalidRequest, PromptTooLong
 from genbatch.proto.messages import GenerateRequest

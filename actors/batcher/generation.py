@@ -22,9 +22,8 @@ from genbatch.actors.batcher.requests import Books, Evaluated, Planned, Request,
 from genbatch.actors.scheduling.request import Phase
 from genbatch.nif.errors import NativeError
 from genbatch.nif.runner import Entry, Logits, Rows, host_copy, on_host
-from genbatch.nif.sampling.draw import token_logprobs
 from genbatch.nif.sampling.prompt_lookup import PromptLookup
-from genbatch.nif.sampling.sampler import Constraint, Sampled, SampleFault, SamplerState
+from genbatch.nif.sampling.sampler import Constraint, Sampled, SampleFault, SamplerState, token_logprobs
 from genbatch.nif.text.detokenizer import StopMatcher, open_detokenizer
 from genbatch.nif.text.tools import Parts, Reader
 from genbatch.proto.errors import EngineError, GenbatchError, InvalidRequest

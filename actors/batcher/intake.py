@@ -34,8 +34,7 @@ from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.lora import Adapters
 from genbatch.nif.runner import LoraAdapter
 from genbatch.nif.sampling.constraints import TokenRules
-from genbatch.nif.sampling.draw import SamplingParams
-from genbatch.nif.sampling.sampler import Constraint, SamplerState
+from genbatch.nif.sampling.sampler import Constraint, SamplerState, SamplingParams
 from genbatch.nif.text.answer_grammar import Calls, answer_grammar, forced_format, is_json
 from genbatch.nif.text.response_template import HARMONY, TemplateReader
 from genbatch.nif.text.templates import ChatTemplateError, NothingToContinue, TemplateEnded

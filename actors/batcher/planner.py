@@ -32,8 +32,7 @@ from genbatch.actors.scheduling.scheduler import (
     normalize_output,
 )
 from genbatch.actors.scheduling.step_time import StepTimeModel
-from genbatch.nif.kv.kv_cache import KVCache
-from genbatch.nif.kv.reservation import Beginning
+from genbatch.nif.kv.kv_cache import Beginning, KVCache
 from genbatch.nif.runner import LayerGroup
 
 

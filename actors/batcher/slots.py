@@ -19,8 +19,8 @@ from genbatch.actors.batcher.requests import HeldPrompt, Sequence, Slotted
 from genbatch.actors.scheduling.request import OUTPUT_WEIGHT, Blocks, FairShare, LlmRequest, Phase, slots_share
 from genbatch.nif.context import Context
 from genbatch.nif.errors import OptionError
+from genbatch.nif.kv.kv_cache import Beginning
 from genbatch.nif.kv.offload import HostBlockStore
-from genbatch.nif.kv.reservation import Beginning
 from genbatch.nif.runner import Content, LoraAdapter
 
 GIB = 2**30

@@ -41,7 +41,7 @@ from genbatch.nif.errors import OptionError
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.model import load_model
 from genbatch.nif.runner import LayerGroup
-from genbatch.nif.sampling.draw import FILE_SAMPLING, SamplingParams
+from genbatch.nif.sampling.sampler import FILE_SAMPLING, SamplingParams
 from genbatch.proto.codec import REQUEST_LIMITS, DecodeLimits, decode, encode
 from genbatch.proto.errors import InvalidRequest, MalformedMessage, PromptTooLong
 from genbatch.proto.messages import GenerateRequest, Result, Token

@@ -28,11 +28,11 @@ from genbatch.nif.context.multi_token_head import MultiTokenHead
 from genbatch.nif.context.runs import DecodeRun, OverlappedRun, Read, RunRows
 from genbatch.nif.cuda_device import is_out_of_memory
 from genbatch.nif.errors import AdapterError, BatchError, OptionError
+from genbatch.nif.kv.block_tables import Reservation, RunReservation
 from genbatch.nif.kv.cache_size import group_blocks
 from genbatch.nif.kv.disk_cache import DiskCache
 from genbatch.nif.kv.kv_cache import KVCache
 from genbatch.nif.kv.offload import fingerprint, pack, unpack
-from genbatch.nif.kv.reservation import Reservation, RunReservation
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.lora import Adapters
 from genbatch.nif.runner import (
@@ -53,8 +53,7 @@ from genbatch.nif.runner import (
     StateRunner,
 )
 from genbatch.nif.sampling.choice import choose
-from genbatch.nif.sampling.draw import SamplingParams
-from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
+from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, SamplingParams
 from genbatch.nif.text.detokenizer import Detokenizer, open_detokenizer
 
 T = TypeVar("T")

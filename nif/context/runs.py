@@ -7,8 +7,8 @@ from typing import ClassVar, Literal, Protocol, TypeAlias, TypeVar
 
 from genbatch.nif.context.layout import RunLayout, lay_out, run_layout
 from genbatch.nif.errors import DeviceFault
+from genbatch.nif.kv.block_tables import Reservation, RunReservation
 from genbatch.nif.kv.kv_cache import KVCache
-from genbatch.nif.kv.reservation import Reservation, RunReservation
 from genbatch.nif.runner import (
     Entry,
     Largest,
@@ -20,8 +20,7 @@ from genbatch.nif.runner import (
     Rows,
 )
 from genbatch.nif.sampling.choice import choose
-from genbatch.nif.sampling.draw import NOT_FINITE, DrawTable
-from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
+from genbatch.nif.sampling.sampler import NOT_FINITE, DrawTable, Sampled, SampleFault, SamplerState
 
 T = TypeVar("T")
 # Takes rows of logits, the largest of each row, and rows of hidden states if an entry asks for states.

@@ -14,7 +14,7 @@ each row draws:
     sample    every row       searches these candidates, or one piece of a row without truncation
 
 If a row has more candidates than `_ROOM`, its one program searches the whole row. That takes long and is rare.
-The plain-torch twin is `genbatch.nif.sampling.draw.draw`.
+The twin in numpy is `genbatch.nif.sampling.sampler.draw`.
 
 This file also has the small kernels at both ends of a decode step: its input tokens, its penalties and biases, and the
 log-probabilities of the drawn tokens.

@@ -7,27 +7,51 @@
 This module has no tensors: the runner owns the blocks' content, and copies are returned as pairs of block ids.
 Each layer group has its own pool, and each sequence has one block table per group. A KVCache is not thread-safe.
 Between reserve and commit only reads are allowed, and `seq_rm` of a sequence that the step leaves out.
+
+A StepDraft counts the blocks of a planned step, and takes none.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from genbatch.nif.errors import BatchError, OptionError
 from genbatch.nif.kv.block_pool import PrefixCache
 from genbatch.nif.kv.block_tables import (
     NEVER,
     BlockTables,
+    Entries,
     Ints,
+    KVSequence,
+    Reservation,
+    RunReservation,
     check_copy,
     check_prompt,
     check_removal,
+    more_blocks,
     sequence_of,
     shortest_prefix,
 )
 from genbatch.nif.kv.disk_cache import Copy, DiskCache
-from genbatch.nif.kv.reservation import Beginning, Entries, Reservation, RunReservation, StepDraft, more_blocks
 from genbatch.nif.runner import LayerGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """The positions that an empty sequence would start with.
+
+    Args:
+        length: number of positions that need no evaluation.
+        fresh: per group, the number of blocks to allocate for imported content.
+        hits: free (group, block) pairs that a prefix hit would take.
+        tail: per group, the partly filled last block; None if there is none. It is copied if another sequence has it.
+    """
+
+    length: int
+    fresh: tuple[int, ...]
+    hits: frozenset[tuple[int, int]] = frozenset()
+    tail: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +175,7 @@ class KVCache:
         self._open = run
         return run
 
-    def draft(self) -> StepDraft:
+    def draft(self) -> "StepDraft":
         """Return an empty draft of a step, which counts the blocks that `reserve` would take."""
         return StepDraft(self._tables)
 
@@ -502,3 +526,121 @@ class KVCache:
 
     def _assert_idle(self) -> None:
         assert self._open is None, "a step is in progress: its reservation is neither committed nor rolled back"
+
+
+BlockSet: TypeAlias = set[tuple[int, int]]  # (group, block)
+
+
+class StepDraft:
+    """Counts the blocks of a step's entries and refuses entries that do not fit. Valid until the tables change."""
+
+    __slots__ = ("_alone", "_free", "_growing", "_hits", "_named", "_shared", "_tables", "_taken")
+
+    def __init__(self, tables: BlockTables) -> None:
+        self._tables = tables
+        self._free = [pool.num_free for pool in tables.pools]
+        self._taken = [0] * len(tables.pools)  # per group
+        self._hits: BlockSet = set()  # free blocks that the prefix hits of this step's sequences take
+        self._shared: BlockSet = set()  # partly filled last blocks that a new sequence shares
+        self._alone: BlockSet = set()  # partly filled last blocks that a new sequence finds, and no other one has
+        self._named: BlockSet = set()  # last blocks to write to that the prefix cache knows: copied if there is room
+        self._growing: list[KVSequence] = []
+
+    @property
+    def taken(self) -> tuple[int, ...]:
+        """Return, per group, the number of free blocks that the step takes."""
+        spared = Counter(group for group, _ in self._named - self._shared)
+        groups = enumerate(zip(self._free, self._taken, strict=True))
+        return tuple(taken + min(spared[group], free - taken) for group, (free, taken) in groups)
+
+    def grow(self, seq_ids: Sequence[int], length: int) -> bool:
+        """Add sequences that all grow to `length` positions, or none of them; returns whether they fit."""
+        tables = self._tables
+        needed = [0] * len(self._taken)
+        growing = [tables.sequences[seq_id] for seq_id in seq_ids]
+        for sequence in growing:
+            if length <= sequence.writable and not self._shared:
+                continue
+            for group, count in enumerate(self._more(sequence, length)):
+                needed[group] += count
+        if not self._fits(needed):
+            return False
+        self._take(needed)
+        self._growing += growing
+        for sequence in growing:
+            if length > sequence.writable:
+                self._note_named(self._owned_tails(sequence))
+        return True
+
+    def begin(self, beginning: Beginning, length: int) -> bool:
+        """Add a new sequence that grows to `length` positions; returns whether it fits."""
+        tables = self._tables
+        more = tables.blocks(length) - tables.blocks(beginning.length)
+        needed = [count + more for count in self.costs(beginning)]
+        if not self._fits(needed):
+            return False
+        self._take(needed)
+        tails = set() if beginning.tail is None else set(enumerate(beginning.tail))
+        alone = (tails & beginning.hits) - self._hits
+        self._shared |= (tails | (self._alone & beginning.hits)) - alone
+        self._alone = (self._alone - beginning.hits) | alone
+        self._note_named(alone)
+        self._hits |= beginning.hits
+        return True
+
+    def reach(self, seq_id: int) -> int:
+        """Return the most positions to which a running sequence can grow in this step; 0 if it cannot grow."""
+        tables = self._tables
+        sequence = tables.sequences[seq_id]
+        length = len(sequence.tokens) + 1
+        num_blocks = len(sequence.tables[0])
+        reach = self._reach(num_blocks, self._more(sequence, num_blocks * tables.block_size))
+        return reach if reach >= length else 0
+
+    def reach_from(self, beginning: Beginning) -> int:
+        """Return the most positions to which a new sequence can grow in this step; 0 if it cannot start."""
+        reach = self._reach(self._tables.blocks(beginning.length), self.costs(beginning))
+        return reach if reach > beginning.length else 0
+
+    def _more(self, sequence: KVSequence, length: int) -> list[int]:
+        """Count the blocks for a sequence's growth, including a copy of a last block that a new sequence shares."""
+        more = more_blocks(self._tables, sequence, length)
+        for group, tail in self._owned_tails(sequence):
+            more[group] += (group, tail) in self._shared
+        return more
+
+    def _owned_tails(self, sequence: KVSequence) -> list[tuple[int, int]]:
+        """Return the sequence's partly filled, unshared last blocks, which a step writes in place."""
+        tables = self._tables
+        tails = [(group, tables.partial_tail(group, sequence)) for group in range(len(tables.pools))]
+        return [
+            (group, tail) for group, tail in tails if tail is not None and tables.pools[group].references[tail] == 1
+        ]
+
+    def costs(self, beginning: Beginning) -> list[int]:
+        """Return, per group, the blocks that a beginning takes before it grows, including the copy of its tail."""
+        costs = list(beginning.fresh)
+        new = beginning.hits - self._hits
+        # Each one counts: a found block, and a copy for the sequence that would have written to it in place.
+        for group, _ in (*new, *(beginning.hits & self._alone)):
+            costs[group] += 1
+        if beginning.tail is not None:
+            owned = {tail for sequence in self._growing for tail in self._owned_tails(sequence)} - self._shared
+            # Count the new sequence's copy, and one for the entry that would have written the block in place.
+            for pair in set(enumerate(beginning.tail)) - new:
+                costs[pair[0]] += 1 + (pair in owned)
+        return costs
+
+    def _note_named(self, tails: Iterable[tuple[int, int]]) -> None:
+        pools = self._tables.pools
+        self._named |= {(group, block) for group, block in tails if pools[group].hashes[block] is not None}
+
+    def _reach(self, num_blocks: int, costs: Sequence[int]) -> int:
+        room = min(free - taken - cost for free, taken, cost in zip(self._free, self._taken, costs, strict=True))
+        return (num_blocks + room) * self._tables.block_size if room >= 0 else 0
+
+    def _fits(self, needed: Sequence[int]) -> bool:
+        return all(taken + count <= free for free, taken, count in zip(self._free, self._taken, needed, strict=True))
+
+    def _take(self, needed: Sequence[int]) -> None:
+        self._taken = [taken + count for taken, count in zip(self._taken, needed, strict=True)]

@@ -70,7 +70,7 @@ from genbatch.nif.pooling import (
 from genbatch.nif.runner import LayerShape
 from genbatch.nif.runners.recurrence import RECURRENT, page_convolutions, page_recurrences
 from genbatch.nif.runners.torch_runner import ATTENTION_NAME, register_attention
-from genbatch.nif.sampling.draw import FILE_SAMPLING
+from genbatch.nif.sampling.sampler import FILE_SAMPLING
 from genbatch.nif.scoring import (
     GGUF_RANK,
     classifier_scoring,

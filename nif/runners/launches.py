@@ -32,8 +32,7 @@ from genbatch.nif.runners.device_lora import DeviceLora, LoraTables
 from genbatch.nif.runners.lean_llama import Products
 from genbatch.nif.runners.torch_runner import TensorBatch
 from genbatch.nif.sampling.device_draws import LateDraws
-from genbatch.nif.sampling.draw import NUM_PARAMS
-from genbatch.nif.sampling.sampler import SamplerState
+from genbatch.nif.sampling.sampler import NUM_PARAMS, SamplerState
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from genbatch.nif.runners.launches import (
     packed_size,
 )
 from genbatch.nif.runners.torch_runner import TensorBatch
-from genbatch.nif.sampling.draw import NUM_PARAMS
+from genbatch.nif.sampling.sampler import NUM_PARAMS
 
 log = logging.getLogger("genbatch")
 

@@ -1,7 +1,7 @@
 """Draws on a GPU: edits, draws and log-probabilities of a step's logits, which stay on the device.
 
 `sample_on_device` waits for the tokens. LateDraws are launched, and read when the host has done other work. Arguments,
-order of operations and results are those of `sampler.sample`.
+order of operations and results are those of `choice.sample`.
 """
 
 from collections.abc import Sequence
@@ -11,8 +11,17 @@ import torch
 
 from genbatch.nif.cuda_device import on_device, sent
 from genbatch.nif.kernels.sample import NONE, RowEdits, draw_tokens, edit_logits, gather_logprobs
-from genbatch.nif.sampling.draw import CHUNK, NOT_FINITE, DrawTable
-from genbatch.nif.sampling.sampler import Constraint, Sampled, SampleFault, SamplerState, allowed_tokens, nothing_left
+from genbatch.nif.sampling.sampler import (
+    CHUNK,
+    NOT_FINITE,
+    Constraint,
+    DrawTable,
+    Sampled,
+    SampleFault,
+    SamplerState,
+    allowed_tokens,
+    nothing_left,
+)
 
 
 def sample_on_device(
@@ -129,7 +138,7 @@ _LOW_WORD = 0xFFFFFFFF
 
 
 def _likeliest(below_best: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the ids [R, count] int64 of the largest logits of rows [R, V] that are at most 0; see `draw.ranked`."""
+    """Return the ids [R, count] int64 of the largest logits of rows [R, V] that are at most 0; see `sampler.ranked`."""
     missing = -below_best.shape[1] % CHUNK
     padded = torch.nn.functional.pad(below_best, (0, missing), value=float("-inf")) if missing else below_best
     rows, width = padded.shape

@@ -12,8 +12,7 @@ from genbatch.nif.engine_options import MOST_CAPTURED_TOKENS, GraphOptions
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runner import Entry, Logits, Rows
 from genbatch.nif.runners.triton_runner import Precision, TritonRunner
-from genbatch.nif.sampling.draw import SamplingParams
-from genbatch.nif.sampling.sampler import Sampled, SamplerState
+from genbatch.nif.sampling.sampler import Sampled, SamplerState, SamplingParams
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from genbatch.nif.context import Context
 from genbatch.nif.runner import Entry
-from genbatch.nif.sampling.draw import SamplingParams
-from genbatch.nif.sampling.sampler import SamplerState
+from genbatch.nif.sampling.sampler import SamplerState, SamplingParams
 
 
 @dataclass(frozen=True)

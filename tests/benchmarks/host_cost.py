@@ -37,7 +37,7 @@ from genbatch.nif.context import Context
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.model import load_model
 from genbatch.nif.runner import Content, Largest, Launched, RaggedBatch
-from genbatch.nif.sampling.draw import Floats
+from genbatch.nif.sampling.sampler import Floats
 from genbatch.proto.messages import GenerateRequest
 
 

@@ -25,8 +25,7 @@ from genbatch.nif.context.engine import load_engine
 from genbatch.nif.context.tensor_parallel import RankGroup
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.runner import Entry
-from genbatch.nif.sampling.draw import SamplingParams
-from genbatch.nif.sampling.sampler import SamplerState
+from genbatch.nif.sampling.sampler import SamplerState, SamplingParams
 from tests.nif.tiny_models import build_tokenizer
 
 BATCHES, PROMPT, STEPS = (1, 8), 64, 8

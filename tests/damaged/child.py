@@ -21,8 +21,7 @@ from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import NativeError
 from genbatch.nif.models.model_source import quiet_transformers
 from genbatch.nif.runner import Entry
-from genbatch.nif.sampling.draw import SamplingParams
-from genbatch.nif.sampling.sampler import SamplerState
+from genbatch.nif.sampling.sampler import SamplerState, SamplingParams
 from genbatch.nif.text import tokenizer_process
 from genbatch.nif.text.detokenizer import TokenizerError
 from tests.damaged.cases import LONG, Case, Good, damage

@@ -11,8 +11,8 @@ import torch
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runner import Launched, RaggedBatch, Rows
 from genbatch.nif.runners.torch_runner import TorchRunner
-from genbatch.nif.sampling.draw import Floats, SamplingParams, draw
-from genbatch.nif.sampling.sampler import Sampled, SamplerState, sample
+from genbatch.nif.sampling.choice import sample
+from genbatch.nif.sampling.sampler import Floats, Sampled, SamplerState, SamplingParams, draw
 
 
 class LaunchedTokens:

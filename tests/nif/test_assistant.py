@@ -21,8 +21,7 @@ from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import ModelError, OptionError
 from genbatch.nif.native.runner import NativeRunner
 from genbatch.nif.runner import Entry, Logits
-from genbatch.nif.sampling.draw import SamplingParams
-from genbatch.nif.sampling.sampler import SamplerState
+from genbatch.nif.sampling.sampler import SamplerState, SamplingParams
 from tests.nif.assistant_models import CLUSTERS, FAMILIES, WINDOW, AssistedPair, random_pair, right_pair, written
 from tests.nif.drafted_answers import REQUESTS, answers, prompt_of
 from tests.nif.native.models import build_native_model

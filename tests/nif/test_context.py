@@ -15,8 +15,7 @@ from genbatch.nif.errors import BatchError, OptionError, OutOfBlocks
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runner import Entry, LayerGroup, Logits, Rows
 from genbatch.nif.runners.torch_runner import TorchRunner
-from genbatch.nif.sampling.draw import SamplingParams
-from genbatch.nif.sampling.sampler import SamplerState
+from genbatch.nif.sampling.sampler import SamplerState, SamplingParams
 from genbatch.nif.text.detokenizer import open_detokenizer
 
 FAMILIES = [

@@ -17,8 +17,7 @@ from genbatch.nif.native.model_weights import ModelWeights
 from genbatch.nif.native.runner import NativeRunner
 from genbatch.nif.runner import Entry
 from genbatch.nif.runners.torch_runner import TorchRunner
-from genbatch.nif.sampling.draw import SamplingParams
-from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
+from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, SamplingParams
 from tests.nif.native.models import build_native_model
 from tests.nif.tiny_models import build_tokenizer
 from tests.simulation.history_runner import HistoryRunner, expected

@@ -17,8 +17,7 @@ import pytest
 from genbatch.nif.context.engine import load_engine
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.runner import Entry, Logits
-from genbatch.nif.sampling.draw import SamplingParams, token_logprobs
-from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
+from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, SamplingParams, token_logprobs
 
 _SEQUENCES, _N_CTX, _BLOCK = 8, 2048, 16
 

@@ -215,7 +215,7 @@ def test_attention_in_bfloat16_equals_its_twin(share: int) -> None:
 
 def draws_of(num_tokens: int, position: int) -> npt.NDArray[np.float64]:
     """Every second row draws, in all the ways there are."""
-    from genbatch.nif.sampling.draw import DrawTable, SamplingParams
+    from genbatch.nif.sampling.sampler import DrawTable, SamplingParams
 
     ways: list[dict[str, Any]] = [{}, {"top_p": 0.9}, {"top_k": 20, "min_p": 0.02}]
     params = [
@@ -301,8 +301,7 @@ def test_h15_a_run_whose_steps_overlap_draws_what_single_steps_draw(gpu_model: A
     from genbatch.nif.engine_options import GraphOptions
     from genbatch.nif.runner import Entry
     from genbatch.nif.runners.triton_runner import TritonRunner
-    from genbatch.nif.sampling.draw import SamplingParams
-    from genbatch.nif.sampling.sampler import SamplerState
+    from genbatch.nif.sampling.sampler import SamplerState, SamplingParams
 
     model = gpu_model(family)
     params = [SamplingParams(seed=seed, temperature=0.8 * (seed % 2), top_p=0.95) for seed in range(6)]
@@ -340,8 +339,7 @@ def test_h15_a_run_draws_the_same_without_the_rows_that_leave(gpu_model: Any, gr
     from genbatch.nif.engine_options import GraphOptions
     from genbatch.nif.runner import Entry
     from genbatch.nif.runners.triton_runner import TritonRunner
-    from genbatch.nif.sampling.draw import SamplingParams
-    from genbatch.nif.sampling.sampler import SamplerState
+    from genbatch.nif.sampling.sampler import SamplerState, SamplingParams
 
     model = gpu_model("llama")
     most = [40, 1, 17, 40, 5, 40]

@@ -19,8 +19,7 @@ from genbatch.nif.models.model import describe_model
 from genbatch.nif.native.model_weights import ModelWeights
 from genbatch.nif.native.runner import NativeRunner
 from genbatch.nif.runner import Entry, Logits
-from genbatch.nif.sampling.draw import SamplingParams
-from genbatch.nif.sampling.sampler import SamplerState
+from genbatch.nif.sampling.sampler import SamplerState, SamplingParams
 from tests.nif.drafted_answers import REQUESTS, answers, prompt_of
 from tests.nif.models.test_gguf_families import written
 from tests.nif.mtp_models import FAMILIES, MtpPair, mtp_tensors, random_pair, right_pair

@@ -11,8 +11,7 @@ from genbatch.nif.context.runs import OverlappedRun
 from genbatch.nif.errors import DeviceFault, OutOfBlocks
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runner import Entry
-from genbatch.nif.sampling.draw import Floats, SamplingParams
-from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
+from genbatch.nif.sampling.sampler import Floats, Sampled, SampleFault, SamplerState, SamplingParams
 from tests.nif.launching_runner import LaunchingTorchRunner
 
 TinyModel = Callable[[str], Model]

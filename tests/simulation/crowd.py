@@ -32,7 +32,8 @@ from genbatch.actors.scheduling.scheduler import PauseOrder, PlainPlan, RequestL
 from genbatch.nif.context import Context
 from genbatch.nif.context.drafters import Drafter
 from genbatch.nif.errors import OptionError
-from genbatch.nif.kv.reservation import Entries, Reservation, RunReservation, StepDraft
+from genbatch.nif.kv.block_tables import Entries, Reservation, RunReservation
+from genbatch.nif.kv.kv_cache import StepDraft
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runner import Runner
 from genbatch.proto.errors import GenbatchError, Unavailable

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from genbatch.actors.batcher.generation import Output, OutputRules
 from genbatch.nif.models.loaded_model import Model
-from genbatch.nif.sampling.draw import SamplingParams
-from genbatch.nif.sampling.sampler import Sampled, SamplerState, sample
+from genbatch.nif.sampling.choice import sample
+from genbatch.nif.sampling.sampler import Sampled, SamplerState, SamplingParams
 from genbatch.proto.messages import Choice, GenerateRequest, Message, TokenLogprob
 from tests.simulation.history_runner import (
     BEGIN,

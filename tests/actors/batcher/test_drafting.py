@@ -28,10 +28,10 @@ from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.models.model import load_model
 from genbatch.nif.runners.torch_runner import ATTENTION_NAME, TorchRunner
+from genbatch.nif.sampling.choice import forbid
 from genbatch.nif.sampling.grammar import build_tokenizer as build_llguidance_tokenizer
 from genbatch.nif.sampling.grammar import compile_matcher, convert
 from genbatch.nif.sampling.prompt_lookup import PromptLookup
-from genbatch.nif.sampling.sampler import forbid
 from genbatch.proto.errors import InvalidRequest
 from genbatch.proto.messages import GenerateRequest, ResponseFormat, Result, Token, Usage
 from tests.nif.native.models import build_native_model

@@ -30,8 +30,7 @@ from genbatch.nif.kernels.packed_weight import pack, unpacked
 from genbatch.nif.kernels.paged_attention import AttentionSetting, paged_attention, plan_shares
 from genbatch.nif.kernels.sample import draw_tokens, edit_logits, gather_logprobs, next_tokens
 from genbatch.nif.sampling.device_draws import row_edits
-from genbatch.nif.sampling.draw import SamplingParams
-from genbatch.nif.sampling.sampler import SamplerState
+from genbatch.nif.sampling.sampler import SamplerState, SamplingParams
 from tests.nif.kernels.offline_compiler import SHARED_MEMORY, Compiled, record, target
 
 VOCAB = 151936

@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 
 from genbatch.nif.kernels import sample as sample_kernel
 from genbatch.nif.kernels.sample import edit_logits
-from genbatch.nif.sampling import sampler
+from genbatch.nif.sampling import choice
 from genbatch.nif.sampling.device_draws import row_edits, sample_on_device
-from genbatch.nif.sampling.draw import SamplingParams
-from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
+from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, SamplingParams
 
 # Shrinking a failure under the interpreter takes minutes and hardly helps.
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
@@ -60,7 +59,7 @@ def test_device_draws_equal_the_hosts(device, rows, seed, position):
     logits = logits_of(len(rows), seed, device)
     states = [state_of(row) for row in rows]
     positions = [position + row for row in range(len(rows))]
-    assert_same(sample_on_device(logits, states, positions), sampler.sample(logits.cpu().numpy(), states, positions))
+    assert_same(sample_on_device(logits, states, positions), choice.sample(logits.cpu().numpy(), states, positions))
 
 
 @pytest.mark.parametrize("truncated", [True, False])
@@ -70,7 +69,7 @@ def test_a_vocabulary_in_several_chunks_draws_as_the_host_does(device, monkeypat
     logits[:, 20:40] = -100.0  # a whole chunk of tokens whose weight is 0
     limits = {"top_k": 9, "top_p": 0.8} if truncated else {}
     states = [SamplerState(SamplingParams(seed=seed, temperature=1.0, **limits), []) for seed in range(3)]
-    assert_same(sample_on_device(logits, states, [4, 5, 6]), sampler.sample(logits.cpu().numpy(), states, [4, 5, 6]))
+    assert_same(sample_on_device(logits, states, [4, 5, 6]), choice.sample(logits.cpu().numpy(), states, [4, 5, 6]))
 
 
 @pytest.mark.parametrize("room", [2, 2048])
@@ -87,7 +86,7 @@ def test_a_search_of_candidates_and_one_of_the_whole_row_give_the_hosts_tokens(d
         SamplerState(SamplingParams(seed=seed, temperature=temperature, **limits), [])
         for seed, temperature in enumerate((0.3, 1.0, 4.0, 0.0))
     ]
-    assert_same(sample_on_device(logits, states, [3] * 4), sampler.sample(logits.cpu().numpy(), states, [3] * 4))
+    assert_same(sample_on_device(logits, states, [3] * 4), choice.sample(logits.cpu().numpy(), states, [3] * 4))
 
 
 def test_only_the_tokens_that_may_be_kept_are_gathered(device, monkeypatch):
@@ -131,7 +130,7 @@ def test_rows_without_a_number_to_draw_from_fault_alone(device):
     nothing_left = SamplingParams(seed=0, suppress=frozenset(range(VOCAB)), min_tokens=1)
     states = [SamplerState(p, []) for p in (greedy, greedy, nothing_left, greedy)]
     results = sample_on_device(logits, states, [0] * 4)
-    assert results == sampler.sample(logits.cpu().numpy(), states, [0] * 4)
+    assert results == choice.sample(logits.cpu().numpy(), states, [0] * 4)
     assert [type(result) for result in results] == [SampleFault] * 3 + [Sampled]
 
 

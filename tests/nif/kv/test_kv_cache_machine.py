@@ -25,8 +25,8 @@ from hypothesis.stateful import (
 
 from genbatch.nif.errors import BatchError, OutOfBlocks
 from genbatch.nif.kv import block_pool
+from genbatch.nif.kv.block_tables import Reservation, RunReservation
 from genbatch.nif.kv.kv_cache import KVCache
-from genbatch.nif.kv.reservation import Reservation, RunReservation
 from genbatch.nif.runner import LayerGroup
 from tests.nif.kv.reading import num_evicted
 

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from genbatch.nif.errors import OutOfBlocks
-from genbatch.nif.kv.kv_cache import KVCache
-from genbatch.nif.kv.reservation import Beginning, StepDraft
+from genbatch.nif.kv.kv_cache import Beginning, KVCache, StepDraft
 from genbatch.nif.runner import LayerGroup
 
 NUM_SEQUENCES = 5

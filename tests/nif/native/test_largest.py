@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.native.runner import NativeRunner, native_runner
 from genbatch.nif.runner import RaggedBatch
-from genbatch.nif.sampling.sampler import SampleFault, greedy
+from genbatch.nif.sampling.choice import greedy
+from genbatch.nif.sampling.sampler import SampleFault
 
 MODES = ("float32", "bfloat16", "int8")
 LENGTH = 40

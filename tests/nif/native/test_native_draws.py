@@ -8,8 +8,7 @@ from genbatch.nif.context import Context
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.native.runner import native_runner
 from genbatch.nif.runner import Entry
-from genbatch.nif.sampling.draw import SamplingParams
-from genbatch.nif.sampling.sampler import Sampled, SamplerState
+from genbatch.nif.sampling.sampler import Sampled, SamplerState, SamplingParams
 
 Models = Callable[..., Model]
 

@@ -20,8 +20,7 @@ from genbatch.nif.runners.launches import CapturePlace, DecodeGraphs, DecodeStep
 from genbatch.nif.runners.lean_llama import LeanStep
 from genbatch.nif.runners.prompt_graphs import PromptGraphs, most_logit_rows
 from genbatch.nif.runners.triton_runner import TritonRunner
-from genbatch.nif.sampling.draw import SamplingParams
-from genbatch.nif.sampling.sampler import Sampled, SamplerState
+from genbatch.nif.sampling.sampler import Sampled, SamplerState, SamplingParams
 from tests.nif.without_waiting import without_waiting
 
 pytestmark = pytest.mark.skipif(

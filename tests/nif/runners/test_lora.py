@@ -19,8 +19,7 @@ from genbatch.nif.runner import Entry, Logits, Runner
 from genbatch.nif.runners.device_lora import DeviceLora
 from genbatch.nif.runners.torch_runner import TorchRunner
 from genbatch.nif.runners.triton_runner import TritonRunner
-from genbatch.nif.sampling.draw import SamplingParams
-from genbatch.nif.sampling.sampler import Sampled, SamplerState
+from genbatch.nif.sampling.sampler import Sampled, SamplerState, SamplingParams
 from tests.lora_adapters import ALL, PeftOracle, make_adapter
 from tests.nif.native.models import build_native_model
 from tests.nif.runners.test_launches import eager_graphs

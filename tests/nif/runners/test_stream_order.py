@@ -21,8 +21,7 @@ from genbatch.nif.runner import Content, Entry, Logits, LoraAdapter, LoraLinear
 from genbatch.nif.runners.block_transfer import SideStream
 from genbatch.nif.runners.triton_runner import TritonRunner
 from genbatch.nif.sampling.device_draws import sample_on_device as sample
-from genbatch.nif.sampling.draw import SamplingParams
-from genbatch.nif.sampling.sampler import SamplerState
+from genbatch.nif.sampling.sampler import SamplerState, SamplingParams
 from tests.benchmarks.launch_model import Card, decode_step, predict
 from tests.nif.runners.fake_gpu import CUDA, FakeGpu, Race, WaitsForDevice, WrongDevice
 

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genbatch.nif.sampling.draw import NUM_PARAMS, DrawTable, SamplingParams, stream_key, uniform, uniforms
+from genbatch.nif.sampling.sampler import NUM_PARAMS, DrawTable, SamplingParams, stream_key, uniform, uniforms
 
 seeds = st.one_of(st.integers(0, 2**64 - 1), st.sampled_from([0, 2**63, 2**64 - 1]))
 positions = st.integers(0, 2**40)

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.sampling import grammar, grammar_compiler
-from genbatch.nif.sampling.draw import SamplingParams
+from genbatch.nif.sampling.choice import forbid, sample
 from genbatch.nif.sampling.grammar import FIRST_S, GrammarConstraint
 from genbatch.nif.sampling.grammar_compiler import MAX_CACHED, GrammarCompiler, GrammarError
-from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, forbid, sample
+from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, SamplingParams
 
 END = 2
 FORCING = ("the quick (brown|black) fox", "[0-9]{3}-constant", "a{20}(b|c)d{5}")

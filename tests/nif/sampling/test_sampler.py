@@ -19,11 +19,14 @@ from transformers.generation import (
 )
 
 from genbatch.nif.runner import Largest
-from genbatch.nif.sampling import sampler
-from genbatch.nif.sampling.choice import choice_bytes
-from genbatch.nif.sampling.draw import (
+from genbatch.nif.sampling import choice
+from genbatch.nif.sampling.choice import choice_bytes, greedy
+from genbatch.nif.sampling.sampler import (
     CHUNK,
     SORTED_AT_ONCE,
+    Sampled,
+    SampleFault,
+    SamplerState,
     SamplingParams,
     _chunk_sums,
     _invert_whole,
@@ -31,7 +34,6 @@ from genbatch.nif.sampling.draw import (
     token_logprobs,
     uniform,
 )
-from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState, greedy
 from genbatch.proto.messages import GenerateRequest
 from genbatch.proto.validation import RequestLimits, validate_request
 
@@ -47,7 +49,7 @@ def random_logits(rows: int, width: int, seed: int = 0, spread: float = 1.0) -> 
 
 
 def sample(logits: torch.Tensor, *rest: object) -> list[Sampled | SampleFault]:
-    return sampler.sample(logits.numpy(), *rest)  # type: ignore[arg-type]
+    return choice.sample(logits.numpy(), *rest)  # type: ignore[arg-type]
 
 
 def tokens(results: Sequence[Sampled | SampleFault]) -> list[int]:

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genbatch.nif.sampling.draw import SamplingParams
-from genbatch.nif.sampling.sampler import SamplerState, sample
+from genbatch.nif.sampling.choice import sample
+from genbatch.nif.sampling.sampler import SamplerState, SamplingParams
 
 NUM_ROWS = 8
 WIDTHS = (5, 64, 1000, 9001)
