@@ -232,10 +232,16 @@ class HollowModel:
 
 
 class HollowTokenizer:
-    """A tokenizer without text."""
+    """A tokenizer without text. It knows no thinking, since a record has the tokens that its answers thought."""
+
+    thinks = False
 
     def __init__(self) -> None:
         self.backend = Tokenizer(models.WordLevel({"": 0}, unk_token=""))
+
+    def template_reads(self, name: str) -> bool:
+        """Return False: there is no chat template."""
+        return False
 
 
 class RecordedDraw(Sampled):

@@ -151,6 +151,7 @@ class Load:
         }
         if width == 1:
             wanted |= {"n": rng.choice((1, 1, 2)), "temperature": rng.choice((0.0, 1.5)), "stop": ["a", "e"]}
+            wanted["reasoning_effort"] = "low" if wanted["seed"] % 3 == 0 else None
         match rng.choice((0, 1, 1, 2)):
             case 0:
                 wanted["prompt"] = "The capital of France is " * rng.randint(1, 3)
