@@ -200,7 +200,7 @@ class RPCLink:
         try:
             messages = self._split(data)
             if messages and messages[0][0] & 0xF0 != _SHORT_ARRAY:
-                raise MalformedMessage("neither a response nor a notification")
+                raise MalformedMessage("the message is neither a response nor a notification")
             return self._take_welcome(messages) if self._awaits_welcome else messages
         except MalformedMessage as fault:
             raise MalformedMessage(

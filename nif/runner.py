@@ -1,7 +1,7 @@
 """The interface between Context and the runners, which execute forward passes over the paged KV cache.
 
-Below it is what both sides speak of: groups and shapes of layers, the entries of a step and their ragged layout,
-adapters, and what a runner gives back.
+The file also defines the types of its arguments and results: groups and shapes of layers, adapters, the entries of a
+step and their ragged layout, and the largest logits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -80,12 +80,12 @@ class LayerShape:
 
 
 NO_SHAPE = LayerShape(0, 0, 0)
-"""Of a layer that keeps nothing of earlier positions."""
+"""The shape of a layer that keeps nothing of earlier positions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Largest:
-    """Of each row of logits the largest value and where it is.
+    """The largest value of each row of logits, and its token id.
 
     Args:
         values: [R] float32; NaN where the row holds one.
@@ -96,13 +96,13 @@ class Largest:
     token_ids: npt.NDArray[np.int32]
 
     def rows(self, rows: Sequence[int]) -> "Largest":
-        """Of these rows only."""
+        """Return the largest values of these rows only."""
         return Largest(self.values[rows], self.token_ids[rows])
 
 
 @dataclass(frozen=True, slots=True)
 class LoraLinear:
-    """What an adapter adds to one linear."""
+    """The matrices that an adapter adds to one linear layer: `scale * b @ a`."""
 
     a: npt.NDArray[np.float32]  # [rank, inputs]
     b: npt.NDArray[np.float32]  # [outputs, rank]
@@ -110,7 +110,7 @@ class LoraLinear:
 
     @property
     def rank(self) -> int:
-        """Its rank."""
+        """The rows of `a`."""
         return len(self.a)
 
 
@@ -119,11 +119,11 @@ class LoraAdapter:
     """An adapter in memory; immutable.
 
     Args:
-        name: what requests call it.
+        name: its name in requests.
         path: its directory, absolute.
-        digest: of both files: two adapters with the same one are the same.
-        handle: what a step calls it; above 0, and never used twice by a process.
-        linears: by transformers' name of the module.
+        digest: a digest of both files; adapters with the same digest are equal.
+        handle: its number in a step's entries; above 0, and never used twice in a process.
+        linears: its matrices by transformers' name of the module.
     """
 
     name: str
@@ -248,7 +248,7 @@ def _check_range(what: str, values: np.ndarray, limit: int) -> None:
 
 
 class Runner(Protocol):
-    """Runs a model over ragged batches and owns the KV tensors, whose layout is its private matter.
+    """Runs a model over ragged batches and owns the KV tensors. No other part knows their layout.
 
     A block holds `block_size` positions of every layer of one group. Block ids are per group.
     """
@@ -289,25 +289,25 @@ class Runner(Protocol):
 
 @runtime_checkable
 class ChoosingRunner(Protocol):
-    """A runner that finds each row's largest logit as it computes them, so that they need not be written and read."""
+    """A runner that finds each row's largest logit while it computes the logits, and need not write them."""
 
     def forward_largest(
         self, batch: RaggedBatch, *, with_logits: bool
     ) -> tuple[npt.NDArray[np.float32] | None, Largest]:
-        """As `forward`: the logits, None if they are not requested, and each row's largest."""
+        """As `forward`: return the logits, None unless they are requested, and each row's largest."""
         ...
 
 
 @runtime_checkable
 class InvariantRunner(Protocol):
-    """A runner whose logits are the same, bit for bit, whether a sequence's tokens come one by one or together."""
+    """A runner with the same logits, bit for bit, whether a sequence's tokens come one by one or together."""
 
     rows_are_invariant: Literal[True]
 
 
 @runtime_checkable
 class StateRunner(Protocol):
-    """A runner that also gives the hidden states that embeddings are made of."""
+    """A runner that also returns the hidden states, from which embeddings are made."""
 
     def forward_states(self, batch: RaggedBatch) -> tuple[Rows, Rows]:
         """As `forward`, and the hidden states of `batch.state_rows`, [S, hidden] float32."""
@@ -364,7 +364,7 @@ class Redrawn(Protocol):
 
 
 class Launched(Protocol):
-    """A decode step that the device has been told to make."""
+    """A decode step that was launched on the device."""
 
     def redraw(self, rows: Sequence[int], states: Sequence[Any], positions: Sequence[int]) -> Redrawn:
         """Draw these rows' tokens again, with the edits of their samplers; the next step's input are the new tokens.
@@ -430,7 +430,7 @@ class HoldsMemory(Protocol):
     """A runner that takes memory of its own beside the pool and a step's activations."""
 
     def own_bytes(self, num_sequences: int, block_size: int) -> int:
-        """Return the number of bytes, for steps of at most so many decodes."""
+        """Return the number of bytes for steps with at most `num_sequences` decodes."""
         ...
 
 
@@ -450,10 +450,10 @@ class ReadsBlocks(Protocol):
 
 @runtime_checkable
 class KnowsStep(Protocol):
-    """A runner that knows what its steps' buffers take; of the others it is reckoned from the model's shape."""
+    """A runner that knows the size of its steps' buffers. For other runners, the model's shape gives an estimate."""
 
     def step_bytes(self, num_tokens: int, num_sequences: int) -> int:
-        """Bytes of a step, with the logits of every token; those logits are not among them."""
+        """Return the bytes of a step that computes the logits of every token, without the logits themselves."""
         ...
 
     def reserve(self, num_tokens: int, num_sequences: int) -> None:
@@ -467,8 +467,8 @@ class KnowsStep(Protocol):
 
 @runtime_checkable
 class BackgroundCopies(Protocol):
-    """A runner whose `read_blocks` returns before the content has arrived; `write_blocks` may be given it at once."""
+    """A runner with a `read_blocks` that returns before the content has arrived; `write_blocks` takes it at once."""
 
     def finish_copies(self) -> None:
-        """Wait until all results of `read_blocks` hold their content."""
+        """Wait until the content of every result of `read_blocks` has arrived."""
         ...

@@ -1,14 +1,17 @@
-"""Bytes to plain data and back, within limits; plain data to typed messages. Knows nothing of RPC.
+"""Codec: bytes to plain data and back, within limits, and plain data to typed messages. It knows nothing of RPC.
 
     splitter = MessageSplitter(MAX_TRANSPORT_BYTES)
     for message in splitter.feed(received):              # where messages end in a stream of bytes
         params = decode(message, REQUEST_LIMITS)
 
-Decoding takes three looks, each of which makes the next one safe: msgspec walks the bytes without making an object,
-so that every length in them is true (msgpack reserves room for lengths before it has seen what they count: 80 MB for a
-frame of 5 kB); msgpack makes the objects, with bounds and without extension types or duplicate keys; msgspec converts
-these to a type and names the path of what does not fit. The splitter makes no objects either: it only walks over the
-bytes, so that a length that lies reserves nothing.
+Decoding has three passes, and each makes the next one safe:
+
+    1. msgspec walks over the bytes without making objects. So every length in the message is true. (msgpack reserves
+       memory for a length before it has read the content: 80 MB for a frame of 5 kB.)
+    2. msgpack makes the objects, within limits, and without extension types or duplicate keys.
+    3. msgspec converts the objects to a type. Its error names the path of the first value that does not fit.
+
+The splitter makes no objects, either. It only walks over the bytes, so a false length reserves no memory.
 """
 
 from collections.abc import Iterable, Iterator
@@ -45,11 +48,11 @@ class DecodeLimits:
 # A service's limits. A prompt of 2**18 token ids is beyond any context here; a map is parameters or a logit bias.
 REQUEST_LIMITS = DecodeLimits(max_bytes=2**20, max_array_length=2**18, max_map_length=1024)
 
-# A client's limits: log-probs of 20 candidates for every token of a long prompt are some 20 MiB.
+# A client's limits: the log-probs of 20 tokens at every position of a long prompt take some 20 MiB.
 RESPONSE_LIMITS = DecodeLimits(max_bytes=2**26, max_array_length=2**20, max_map_length=4096, max_containers=2**21)
 
-# The transport cuts a peer off beyond this many bytes a frame. Above REQUEST_LIMITS, so that a message
-# that is merely too large gets an error that says so.
+# The transport disconnects a peer with a frame of more bytes. It is above REQUEST_LIMITS, so that a message that is a
+# little too large gets an error.
 MAX_TRANSPORT_BYTES = 4 * REQUEST_LIMITS.max_bytes
 
 
@@ -60,11 +63,11 @@ WALKER_BYTES = 2**12
 
 
 class StreamBroken(Exception):
-    """The next message's beginning cannot be found any more, so the connection must end.
+    """The beginning of the next message cannot be found any more, so the connection must end.
 
     Args:
-        head: the bytes that have arrived of the message at fault.
-        error: what to answer it with.
+        head: the received bytes of the message at fault.
+        error: the error to answer it with.
     """
 
     def __init__(self, head: bytes, error: GenbatchError) -> None:
@@ -77,23 +80,23 @@ class MessageSplitter:
     """Splits one direction of a connection into messages.
 
     Args:
-        max_bytes: of a message; a longer one breaks the stream.
+        max_bytes: most bytes of a message; a longer message breaks the stream.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes  # may be raised between two messages, up to MAX_TRANSPORT_BYTES
         self._walker = self._new_walker()
         self._buffer = bytearray()  # of the message that is arriving
-        self._end_of_last = 0  # in all that ever arrived
+        self._end_of_last = 0  # the end of the last message, in bytes since the stream's beginning
 
     @property
     def is_inside_message(self) -> bool:
-        """Whether the beginning of a message has arrived and not its end."""
+        """Whether a message has arrived in part."""
         return bool(self._buffer)
 
     @property
     def num_held(self) -> int:
-        """Bytes of the unfinished message; its memory is two to three times as much."""
+        """The bytes of the unfinished message. It takes two to three times as much memory."""
         return len(self._buffer)
 
     def clear(self) -> None:
@@ -105,9 +108,9 @@ class MessageSplitter:
         """Yield the messages that end in `data`, at most MAX_FEED_BYTES of it, in order.
 
         Raises:
-            StreamBroken: a message has no end, or none within `max_bytes`.
+            StreamBroken: a message does not end within `max_bytes`, or cannot end at all.
         """
-        assert len(data) <= MAX_FEED_BYTES, "memory would not be bounded"
+        assert len(data) <= MAX_FEED_BYTES, "without this limit, memory is not bounded"
         self._walker.feed(data)
         self._buffer += data
         while self._walk():
@@ -117,14 +120,16 @@ class MessageSplitter:
             self._end_of_last += size
             message = bytes(memoryview(self._buffer)[:size])
             del self._buffer[:size]
-            if size > MAX_FEED_BYTES:  # the walker has a copy, and would keep its room for as long as it lives
+            if size > MAX_FEED_BYTES:  # the walker's copy keeps its memory until the walker is replaced
                 self._walker = self._new_walker()
                 self._walker.feed(self._buffer)
                 self._end_of_last = 0
             yield message
         # guard: cap on a message, msgpack-RPC
         if len(self._buffer) > self.max_bytes:
-            reason = f"{len(self._buffer)} bytes and more in one message, {self.max_bytes} can be passed over"
+            reason = (
+                f"a message has more than {len(self._buffer)} bytes; a connection skips at most {self.max_bytes} bytes"
+            )
             raise StreamBroken(self.head(), FrameTooLarge(reason))
 
     def _new_walker(self) -> msgpack.Unpacker:
@@ -132,12 +137,12 @@ class MessageSplitter:
         return msgpack.Unpacker(read_size=WALKER_BYTES, max_buffer_size=most)
 
     def _walk(self) -> bool:
-        """Return whether another message has arrived entirely."""
+        """Return whether another message has arrived completely."""
         try:
             self._walker.skip()
         except msgpack.OutOfData:
             return False
-        except (ValueError, msgpack.UnpackException) as error:  # a byte that starts nothing; endless nesting
+        except (ValueError, msgpack.UnpackException) as error:  # a byte that begins no value; endless nesting
             reason = "nested too deeply" if isinstance(error, msgpack.StackError) else "not msgpack"
             raise StreamBroken(self.head(), MalformedMessage(f"{reason}, and the connection ends here")) from None
         return True
@@ -150,8 +155,8 @@ class MessageSplitter:
 _walker = msgspec.msgpack.Decoder(msgspec.Raw)
 _trusting = msgspec.msgpack.Decoder()
 _encoder = msgspec.msgpack.Encoder()
-# An array's length, a small integer and the longest integer fit, however they are written. The unpacker would reserve
-# a mebibyte otherwise.
+# Room for an array's length, a small integer and the longest integer, in any encoding. By default the unpacker reserves
+# a mebibyte.
 HEAD_BYTES = 32
 
 
@@ -163,7 +168,7 @@ def encode(message: object) -> bytes:
 def why_unsendable(value: object, path: str = "") -> InvalidRequest | None:
     """Return the error of the first part of a client's parameters that cannot be encoded; None if all can be.
 
-    Such parts are half a surrogate pair, a number of more than 64 bits, an object of the program's own.
+    Examples are half a surrogate pair, a number of more than 64 bits, and an object of the program's own class.
     """
     try:
         encode(value)
@@ -178,7 +183,7 @@ def why_unsendable(value: object, path: str = "") -> InvalidRequest | None:
     else:
         return None
     inside = (why_unsendable(part, where) for where, part in _parts(value, path))
-    # Of too many levels no single one is at fault, so the error names the whole parameter.
+    # No single level is at fault, so the error names the whole parameter.
     within = None if path and reason == "is nested too deeply" else next(filter(None, inside), None)
     return within or InvalidRequest(path or None, reason)
 
@@ -200,11 +205,11 @@ def decode(data: bytes, limits: DecodeLimits | None) -> Any:
     """Decode exactly one message to plain data: None, bool, int, float, str, bytes, list, dict.
 
     Args:
-        limits: None for a message of a process that is trusted.
+        limits: None for a message of a trusted process.
 
     Raises:
-        FrameTooLarge: more bytes than `limits` allow.
-        MalformedMessage: not one complete, well-formed message, or beyond `limits`.
+        FrameTooLarge: the message has more bytes than `limits` allow.
+        MalformedMessage: the bytes are not one complete, well-formed message, or exceed `limits`.
     """
     if limits is None:
         try:
@@ -213,7 +218,7 @@ def decode(data: bytes, limits: DecodeLimits | None) -> Any:
             raise MalformedMessage(str(error)) from None
     # guard: cap on a message's size
     if len(data) > limits.max_bytes:
-        raise FrameTooLarge(f"{len(data)} bytes in one message, {limits.max_bytes} are taken")
+        raise FrameTooLarge(f"the message has {len(data)} bytes; at most {limits.max_bytes} are accepted")
     containers = _Containers(limits.max_containers)
     try:
         # guard: lengths are true
@@ -232,7 +237,11 @@ def decode(data: bytes, limits: DecodeLimits | None) -> Any:
         raise MalformedMessage(str(error).removeprefix("MessagePack data is malformed: ")) from None
     except (RecursionError, msgpack.StackError):
         raise MalformedMessage(f"nested more than {limits.max_nesting} deep") from None
-    except (ValueError, TypeError, msgpack.UnpackException) as error:  # a limit, an extension type, a key, no UTF-8
+    except (
+        ValueError,
+        TypeError,
+        msgpack.UnpackException,
+    ) as error:  # a limit, an extension type, a key, or invalid UTF-8
         raise MalformedMessage(str(error)) from None
     # guard: cap on nesting
     if is_deeper(value, limits.max_nesting):
@@ -253,7 +262,7 @@ def read_type(data: bytes) -> object:
 def read_head(data: bytes) -> list[object] | None:
     """Return the first two elements of an array, the message type and the msgid; None if there are not two.
 
-    The rest of the message may be invalid: so the refusal of a message that `decode` refuses finds its caller.
+    The rest of the message may be invalid. So the refusal of a message that `decode` rejects reaches its caller.
     """
     unpacker = msgpack.Unpacker(read_size=HEAD_BYTES, max_ext_len=0, max_str_len=0, max_array_len=4, max_map_len=0)
     unpacker.feed(data[:HEAD_BYTES])
@@ -268,7 +277,7 @@ def read_head(data: bytes) -> list[object] | None:
 def to_generate_request(params: object) -> GenerateRequest:
     """Return the request in a map of parameters; `stop` may be a single string.
 
-    Types are checked here, ranges where the request is accepted.
+    This checks types. `validate_request` checks ranges, when the request is accepted.
 
     Raises:
         InvalidRequest: with the path of the first fault.
@@ -283,16 +292,16 @@ def to_answer(value: object, answer_type: Any) -> Any:
     """Return a service's answer as the type that belongs to the method: Result, TokenIds, ...
 
     Raises:
-        MalformedMessage: it is none.
+        MalformedMessage: the value has another type.
     """
     try:
         return check_type(value, answer_type)
     except InvalidRequest as error:
-        raise MalformedMessage(f"not the answer that was asked for: {error}") from None
+        raise MalformedMessage(f"the answer has another type than the method's: {error}") from None
 
 
 class _Containers:
-    """Counts the arrays and maps of one message: each costs more than the byte that makes it."""
+    """Counts the arrays and maps of one message, since an object of one byte in the message takes much more memory."""
 
     __slots__ = ("room",)
 
@@ -320,5 +329,5 @@ class _Containers:
 
 
 def _refuse_extension(code: int, data: bytes) -> None:
-    """Refuse an extension type; one without content passes the limit on lengths."""
+    """Refuse an extension type. The limit on lengths does not refuse one without content."""
     raise ValueError(f"extension type {code}")

@@ -1,17 +1,17 @@
-"""Every error a request can end with, and the one table between these classes and the codes on the wire."""
+"""The errors with which a request can end, and the table of their codes on the wire."""
 
 import msgspec
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An error as it travels; a map on the wire.
+    """An error on the wire, a map.
 
     Args:
         code: one of the codes of this file; a newer peer may send others.
-        message: one sentence for a person.
-        field: path of the parameter at fault, such as "messages[0].role"; None where no single one is.
-        retry_after_ms: milliseconds after which the same request may be tried again; None where retrying is no use.
-        tokens_delivered: tokens that were sent before, where the engine was lost.
+        message: one sentence for people.
+        field: path of the parameter at fault, such as "messages[0].role"; None if no single parameter is at fault.
+        retry_after_ms: milliseconds after which the same request may be tried again; None if a retry cannot help.
+        tokens_delivered: the tokens that were sent before the engine was lost.
     """
 
     code: str
@@ -22,7 +22,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class GenbatchError(Exception):
-    """Root of the errors that a request can end with; `code` tells programs which, `str(error)` tells people."""
+    """The base class of these errors: `code` is for programs, and `str(error)` is for people."""
 
     code = "error"
 
@@ -33,7 +33,7 @@ class GenbatchError(Exception):
         self.retry_after_ms = retry_after_ms
 
     def to_wire(self) -> ErrorInfo:
-        """Return the error as it travels."""
+        """Return the error's form on the wire."""
         return ErrorInfo(code=self.code, message=self.message, field=self.field, retry_after_ms=self.retry_after_ms)
 
 
@@ -53,13 +53,13 @@ class PromptTooLong(GenbatchError):
 
 
 class ModelNotFound(GenbatchError):
-    """The service does not serve the model that was named."""
+    """The service does not serve the named model."""
 
     code = "model_not_found"
 
 
 class QueueFull(GenbatchError):
-    """Too many requests are waiting; `retry_after_ms` tells when to try again."""
+    """Too many requests are waiting; `retry_after_ms` is the time after which to try again."""
 
     code = "queue_full"
 
@@ -77,20 +77,20 @@ class Cancelled(GenbatchError):
 
 
 class EngineError(GenbatchError):
-    """The service failed at this request, through no fault of the caller."""
+    """The service failed at this request. The caller is not at fault."""
 
     code = "engine_error"
 
 
 def to_genbatch_error(error: Exception, fault: str) -> GenbatchError:
-    """Return the error itself; make an EngineError that begins with `fault` of an error that no caller should see."""
+    """Return a GenbatchError itself, and any other error as an EngineError that begins with `fault`."""
     return error if isinstance(error, GenbatchError) else EngineError(f"{fault}: {error}")
 
 
 class EngineLost(GenbatchError):
-    """The engine died, and this request does not go on: it may be the cause, or its deadline has passed.
+    """The engine died, and this request does not continue: it may be the cause, or its deadline has passed.
 
-    `tokens_delivered` tells how many tokens, of all choices together, were sent before.
+    `tokens_delivered` is the number of tokens, of all choices together, that were sent before.
     """
 
     code = "engine_lost"
@@ -100,12 +100,12 @@ class EngineLost(GenbatchError):
         self.tokens_delivered = tokens_delivered
 
     def to_wire(self) -> ErrorInfo:
-        """Return the error as it travels."""
+        """Return the error's form on the wire."""
         return msgspec.structs.replace(super().to_wire(), tokens_delivered=self.tokens_delivered)
 
 
 class Unauthenticated(GenbatchError):
-    """The service requires a key or a token, and the caller has sent none that it knows."""
+    """The service requires a key or a token, and the caller has sent no valid one."""
 
     code = "unauthenticated"
 
@@ -117,7 +117,7 @@ class Forbidden(GenbatchError):
 
 
 class Unavailable(GenbatchError):
-    """No answer: there is no service at the address, the service is stopping, or the model is being restarted."""
+    """There is no answer: no service is at the address, it is stopping, or its model is being restarted."""
 
     code = "unavailable"
 
@@ -162,7 +162,7 @@ CLASSES: dict[str, type[GenbatchError]] = {
 
 
 def from_wire(info: ErrorInfo) -> GenbatchError:
-    """Return the error that `info` describes; a plain GenbatchError with its `code` where the code is unknown."""
+    """Return the error that `info` describes; for an unknown code, a GenbatchError with this code."""
     error_class = CLASSES.get(info.code, GenbatchError)
     error = error_class.__new__(error_class)
     GenbatchError.__init__(error, info.message, field=info.field, retry_after_ms=info.retry_after_ms)

@@ -147,7 +147,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Generate text after a prompt; exactly one of `prompt`, `token_ids` and `messages` is set.
 
     Each of `temperature`, `top_k`, `top_p`, `min_p` and `repetition_penalty` that is None is the value in the model's
-    files (`ModelCard.sampling`). Where these say nothing, the answer is greedy and the others are off.
+    files (`ModelCard.sampling`). Without a value there, the temperature is 0 (greedy) and the others are off.
 
     Args:
         prompt: text, continued as it is; not empty.
@@ -176,7 +176,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             token's log-prob, None nothing.
         prompt_logprobs: the same for the prompt's tokens.
         return_prompt_token_ids: report the prompt's token ids.
-        truncate_prompt_tokens: keep the last tokens of the prompt, at most so many; >= 1, None keeps all.
+        truncate_prompt_tokens: keep only this many last tokens of the prompt; >= 1, None keeps all.
         echo: put the prompt in front of the text.
         skip_special_tokens: leave special tokens, such as a chat template's marks, out of the text.
         response_format: the shape of the answer; None is free text. At most one of this, `grammar` and `regex`.

@@ -1,11 +1,11 @@
-"""The methods of the protocol: one table that dispatcher, clients, engine link, routers and fleets are made of.
+"""The methods of the protocol in one table. Dispatcher, clients, engine link, routers and fleets are built from it.
 
-    METHODS["tokenize"].request     # TokenizeRequest: what a caller sends
-    METHODS["tokenize"].answer      # TokenIds: what it is answered with
+    METHODS["tokenize"].request     # TokenizeRequest, which a caller sends
+    METHODS["tokenize"].answer      # TokenIds, the answer
     method_of(request).name         # "tokenize"
 
-The Batcher is asked with the requests themselves. Only generation, embedding and scoring travel inside a message of
-their own (`actors/batcher/messages.py`), which also says who calls and where tokens go.
+The Batcher takes the requests themselves. Only requests to generate, embed or score travel inside another message
+(`actors/batcher/messages.py`), which adds the caller's account and the function that gets the tokens.
 """
 
 import enum
@@ -56,7 +56,7 @@ from genbatch.proto.validation import (
 class Lane(enum.Enum):
     """How a request travels to the Batcher."""
 
-    GATEWAY = "gateway"  # the gateway answers by itself
+    GATEWAY = "gateway"  # the gateway answers without the Batcher
     WORK = "work"  # accepted, queued and charged to its caller
     TEXT = "text"  # waits for the tokenizer's thread; its text counts against the caller's share of memory
     CONTROL = "control"  # passes a full mailbox
@@ -71,10 +71,10 @@ class Method:
         request: the type of its parameters.
         answer: the type of its result.
         lane: how it travels.
-        streams: tokens come before the result.
-        is_operators: callers who show a key or a token may not call it.
+        streams: whether tokens come before the result.
+        is_operators: whether callers with a key or a token may not call it.
         timeout_s: seconds to wait for the answer; None waits for as long as it takes.
-        validate: checks the ranges of a request where no limit of the service is needed; None leaves it to the Batcher.
+        validate: checks the ranges of a request without the service's limits; None leaves the check to the Batcher.
     """
 
     name: str
@@ -88,11 +88,11 @@ class Method:
 
     @property
     def crosses(self) -> bool:
-        """Whether the engine link carries it as a question with one answer."""
+        """Whether the engine link carries it as a call with one answer."""
         return self.lane in (Lane.TEXT, Lane.CONTROL)
 
 
-# Seconds in which an actor that is alive answers a question that needs no model.
+# Seconds within which a live actor answers a call that needs no model.
 ANSWER_TIMEOUT_S = 5.0
 
 _ROWS = (
@@ -131,5 +131,5 @@ def lane_of(request: object) -> Lane | None:
 
 
 def method_of(request: object) -> Method | None:
-    """Return the method that takes a request of this type and does not stream; None where no method does."""
+    """Return the method that takes a request of this type and does not stream; None for no such method."""
     return _BY_REQUEST.get(type(request))  # type: ignore[arg-type]  # other types are not in the table

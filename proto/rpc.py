@@ -1,4 +1,4 @@
-"""msgpack-RPC without input or output: the messages, and the events that each end makes of them.
+"""msgpack-RPC without input or output: the messages, and the events that they mean at each end.
 
     request       [0, msgid, method, [params]]            client to service; [params, options] for a stream
     response      [1, msgid, error, result]               service to client, exactly one for each accepted request
@@ -118,7 +118,7 @@ class CreditGranted:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """The other end is alive. A client may send a lease: its calls end after so many seconds without a message."""
+    """A sign of life of the other end. With a lease, a client's calls end after that many seconds without a message."""
 
     lease_s: float | None = None
 
@@ -133,7 +133,7 @@ class Refused:
     """A refused message. The owner of the connection sends `reply`.
 
     Args:
-        is_foreign: whether its beginning belongs to no message of this protocol, so that its sender speaks another.
+        is_foreign: whether its beginning belongs to no message of this protocol; its sender then speaks another one.
     """
 
     error: GenbatchError
@@ -181,7 +181,7 @@ class CallFailed:
 
 
 def typed(message: object) -> object:
-    """Return a message that begins with a type and a msgid, or None. It compares types, since true and 1.0 equal 1."""
+    """Return a message that begins with a type and a msgid; None for another message. True and 1.0 are no 1 here."""
     if not isinstance(message, list) or len(message) < 2 or type(message[0]) is not int:
         return None
     if message[0] != NOTIFICATION and type(message[1]) not in (int, type(None)):
@@ -275,7 +275,7 @@ class CallPhases:
         return before
 
 
-# The retry hint in milliseconds for a peer with too many open calls of its own.
+# The retry hint in milliseconds for a peer with too many open calls.
 RETRY_AFTER_MS = 100
 
 ServerEvent = CallReceived | CancelRequest | CreditGranted | Heartbeat | Refused
@@ -342,8 +342,8 @@ class ServerConnection:
             case [2, str() | bytes() as name, list(params)]:
                 return self._read_notification(_name(name), params)
             case [1, *_]:
-                return None  # answering an answer could loop for ever
-        raise MalformedMessage("not [0, msgid, method, [params]] nor [2, name, params]")
+                return None  # an answer to an answer could loop forever
+        raise MalformedMessage("the message is neither [0, msgid, method, [params]] nor [2, name, params]")
 
     def _read_request(self, msgid: int, method: str, params: object) -> CallReceived:
         if not 0 <= msgid <= MAX_MSGID:
@@ -364,7 +364,8 @@ class ServerConnection:
                 raise MalformedMessage("the parameters are not an array of one map, or of a map and stream options")
         # guard: calls of one client
         if len(self.calls) >= self._max_calls:
-            raise QueueFull(f"{self._max_calls} calls of this client are open", retry_after_ms=RETRY_AFTER_MS)
+            reason = f"{self._max_calls} calls of this client are open; no more are allowed"
+            raise QueueFull(reason, retry_after_ms=RETRY_AFTER_MS)
         self.calls.move(msgid, CallEvent.REQUEST)
         return CallReceived(msgid, method, arguments, options)
 
@@ -380,7 +381,7 @@ class ServerConnection:
         if name == "heartbeat":
             (lease_s,) = check_type(params, tuple[float]) if params else (None,)
             if lease_s is not None and not lease_s > 0:
-                raise InvalidRequest("heartbeat", "the lease is not more than 0 seconds")
+                raise InvalidRequest("heartbeat", "the lease must be more than 0 seconds")
             return Heartbeat(lease_s)
         return None
 
@@ -482,7 +483,7 @@ class ClientConnection:
         except (UnicodeEncodeError, OverflowError, TypeError, RecursionError):
             raise why_unsendable(params) or InvalidRequest(None, "cannot be sent") from None
         if self._limits is not None and len(data) > REQUEST_LIMITS.max_bytes:
-            raise FrameTooLarge(f"the request has {len(data)} bytes, {REQUEST_LIMITS.max_bytes} are allowed")
+            raise FrameTooLarge(f"the request has {len(data)} bytes; at most {REQUEST_LIMITS.max_bytes} are allowed")
         self.calls.move(msgid, CallEvent.REQUEST)
         for choice, drawn in enumerate(options.drawn):
             self._next_index[msgid, choice] = len(drawn.token_ids)
@@ -532,7 +533,7 @@ class ClientConnection:
                 return CallFailed(None, from_wire(check_type(error, ErrorInfo)))
             case [1, int(msgid), error, result]:
                 return self._read_final(msgid, error, result)
-        raise MalformedMessage("neither a response nor a notification")
+        raise MalformedMessage("the message is neither a response nor a notification")
 
     def _read_tokens(self, arrays: list[object]) -> list[tuple[int, Token]]:
         """Return the tokens of open calls, each with its call's msgid."""
@@ -560,7 +561,7 @@ class ClientConnection:
             expected = next_index.get(key, 0)
             # guard: no gap in a stream
             if index != expected:
-                raise MalformedMessage(f"token {index} of call {msgid} arrived, and {expected} was expected")
+                raise MalformedMessage(f"token {index} of call {msgid} arrived in place of token {expected}")
             next_index[key] = index + 1
             received.append((msgid, token))
         return received

@@ -2,7 +2,7 @@
 
     python -m genbatch.proto.schema         # prints it; proto/schema.json is the same
 
-`methods` has the schema of each method's parameters and result. `messages` has those of the arrays that travel.
+`methods` has the schema of each method's parameters and result. `messages` has the schemas of the arrays on the wire.
 """
 
 from typing import Annotated, Any, Literal

@@ -1,4 +1,4 @@
-"""The range checks of all entry points that need no model.
+"""Validation: the checks of requests that need no model, for all entry points.
 
 RequestLimits are the operator's caps on one request. A Grammar is the constraint on an answer, from any parameter that
 sets a constraint.
@@ -144,7 +144,7 @@ def check_grammar(request: GenerateRequest, limits: RequestLimits) -> None:
         raise InvalidRequest(grammar.field, "is not valid Unicode: it has a lone surrogate") from None
     # guard: cap on a grammar's size
     if size > limits.max_grammar_bytes:
-        raise InvalidRequest(grammar.field, f"has {size} bytes, {limits.max_grammar_bytes} are allowed")
+        raise InvalidRequest(grammar.field, f"has {size} bytes; at most {limits.max_grammar_bytes} are allowed")
     _check_excluded(request, present[0])
 
 
@@ -253,13 +253,13 @@ def is_deeper(value: object, levels: int) -> bool:
 
 
 def check_types(request: GenerateRequest) -> None:
-    """Check the types of a request that a program has made: a Struct's constructor checks none.
+    """Check the types of a request that a program has made, since a Struct's constructor does not check them.
 
     Raises:
         InvalidRequest: with the path of the first parameter at fault.
     """
     check_type(msgspec.structs.asdict(request), GenerateRequest)
-    # A struct within another is taken as it is.
+    # `check_type` does not look into a struct within another one.
     if request.tools:
         check_type({"tools": [msgspec.structs.asdict(tool) for tool in request.tools]}, _Offered)
     if request.response_format is not None:
@@ -273,7 +273,7 @@ def validate_request(
 
     Args:
         drawn: the tokens that each choice has drawn before; empty for a new request.
-        is_typed: whether a gateway has checked the types, as of each client's request. False checks them here.
+        is_typed: whether the types were checked, as a gateway does for clients. False checks them here.
 
     Raises:
         InvalidRequest: with the path of the first parameter at fault.
@@ -380,7 +380,7 @@ def validate_score(request: ScoreRequest, limits: RequestLimits) -> None:
 
 
 def validate_texts(request: EmbedRequest | ScoreRequest, limits: RequestLimits) -> None:
-    """As `validate_request`, of texts to embed or to score."""
+    """Validate a request to embed or to score; raises as `validate_request`."""
     if isinstance(request, ScoreRequest):
         validate_score(request, limits)
     else:
@@ -465,7 +465,7 @@ def _check_calls(message: Message, path: str) -> None:
         for name in ("id", "name"):
             _check_text(f"{place}.{name}", getattr(call, name), MAX_NAME_LENGTH)
         _check_text(f"{place}.arguments", call.arguments)
-        # JSON may spell what no text has: half a surrogate pair, NaN.
+        # JSON can contain what no valid text or number is: half a surrogate pair, NaN.
         # guard: arguments of a call that was sent back
         _check_json(f"{place}.arguments", call_arguments(call.arguments))
 
@@ -488,9 +488,9 @@ def _check_tools(request: GenerateRequest) -> None:
     _check_offer(request)
     if tool is not None and tool not in names:
         offered = ", ".join(names) or "none"
-        raise InvalidRequest("tool_choice.name", f"{tool[:64]!r} is not offered; the tools are {offered}")
+        raise InvalidRequest("tool_choice.name", f"{tool[:64]!r} is not one of the tools: {offered}")
     if request.tool_choice == "required" and not tools:
-        raise InvalidRequest("tool_choice", "required needs tools")
+        raise InvalidRequest("tool_choice", "'required' needs at least one tool in tools")
     if request.continue_final_message and not request.messages:
         raise InvalidRequest("continue_final_message", "goes with messages only")
 
@@ -506,7 +506,7 @@ def _check_offer(request: PromptRequest) -> None:
             shown = f"{tool.name[:64]!r}"
             raise InvalidRequest(f"{path}.name", f'must be 1 to 64 letters, digits, "_", "-" and ".", not {shown}')
         if tool.name in names[:index]:
-            raise InvalidRequest(f"{path}.name", f"there are two tools called {tool.name}")
+            raise InvalidRequest(f"{path}.name", f"two tools have the name {tool.name}")
         _check_text(f"{path}.description", tool.description or "")
         _check_json(f"{path}.parameters", tool.parameters)
         if tool.parameters is not None and tool.parameters.get("type", "object") != "object":
@@ -603,12 +603,12 @@ def _check_range(field: str, value: float, low: float, high: float, *, above: bo
 
 def _check_count(field: str, count: int, high: int) -> None:
     if count > high:
-        raise InvalidRequest(field, f"has {count} entries, {high} are allowed")
+        raise InvalidRequest(field, f"has {count} entries; at most {high} are allowed")
 
 
 def _check_text(field: str, text: str, max_length: int | None = None) -> None:
     if max_length is not None and len(text) > max_length:
-        raise InvalidRequest(field, f"has {len(text)} characters, {max_length} are allowed")
+        raise InvalidRequest(field, f"has {len(text)} characters; at most {max_length} are allowed")
     if not text.isascii():
         try:
             text.encode()

@@ -79,8 +79,8 @@ class Run(Protocol):
         """Take an ended sequence out of the run."""
 
 
-# The draws of a run's step: each sequence's first one, then each sequence's second one if drafts were accepted, and so
-# on. A sequence without a further draw has None, and so has a sequence that has left the run.
+# The draws of a run's step: a list with each sequence's first draw, then, if drafts were accepted, a list with each
+# sequence's second draw, and so on. A sequence without a draw has None, such as a sequence that has left the run.
 Drawn: TypeAlias = ListOf[ListOf[Sampled | SampleFault | None]]
 
 
@@ -465,7 +465,7 @@ class Journal:
             self._telemetry.execute("request.preempted", {"generated_tokens": sequence.num_generated}, metadata)
 
     def stepped(self, num_entries: int, num_tokens: int, seconds: float) -> None:
-        """Book one forward over so many entries and tokens; call this before its tokens are booked."""
+        """Book one forward by its numbers of entries and tokens; call this before its tokens are booked."""
         self._now = trio.current_time()
         self._since = None
         self.stats.count_step(num_entries, num_tokens, seconds)

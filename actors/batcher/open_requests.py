@@ -285,7 +285,7 @@ class OpenRequests:
         return min((r.expires_at for r in self._requests.values() if r.expires_at is not None), default=inf)
 
     def overdue(self) -> bool:
-        """Return whether a request must end before the next step: one that has failed, or whose deadline has passed."""
+        """Return whether a request must end before the next step, because it has failed or its deadline has passed."""
         if self._failed:
             return True
         now = self._now()

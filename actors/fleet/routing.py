@@ -1,7 +1,7 @@
 """Routers: choose the replica for a request.
 
     router = build_router("prefix")
-    replica = router.route(request, roster)      # pure: the same question gives the same answer
+    replica = router.route(request, roster)      # pure: equal arguments give the same replica
     router.learn(replica.name, request.blocks)   # the blocks that this replica now holds, or reports to hold
 
     request.blocks --> PrefixMap --> replicas that hold the prompt's beginning --+
@@ -12,10 +12,10 @@ A router sees no text. A gateway names the pieces of a prompt with `content_bloc
 tenant is part of each name, so a tenant's request never follows another tenant's prompt.
 
 With more than `SCAN` replicas, a router looks at `SAMPLE` of them, drawn by the request's number. A few choices
-balance nearly as well as all, and their cost does not grow with the fleet. Nor do gateways with the same outdated
-report of an idle replica all choose that replica.
+balance nearly as well as all, and their cost does not grow with the fleet. It also keeps gateways with the same
+outdated report of an idle replica from all choosing that replica.
 
-The number of replicas for a fleet is a pure function of the waiting and the open requests, too.
+`wanted_replicas` computes the size of a fleet from the waiting and the open requests.
 """
 
 import inspect

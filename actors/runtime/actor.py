@@ -1,4 +1,4 @@
-"""GenServer: an actor whose state only its own task touches, after Elixir's.
+"""GenServer: an actor with state that only its own task touches, after Elixir's GenServer.
 
     class Counter(GenServer):
         async def init(self) -> None:
@@ -249,7 +249,7 @@ class Mailbox(Lifetime):
             if self._timers:
                 with trio.CancelScope(deadline=self._timers[0].deadline):
                     await self._reader
-            else:  # a cancel scope costs as much as all else here
+            else:  # without a cancel scope, which costs as much as the rest of this method
                 await self._reader
 
     def discard(self, envelope: object) -> None:
@@ -459,8 +459,8 @@ class ActorRef:
         return self._find()
 
 
-# After so many messages or seconds, other tasks get a turn, even if the mailbox never empties. A schedule of trio costs
-# about 5 us. Sixteen long lists of token ids took thirty milliseconds.
+# After this many messages or seconds, other tasks get a turn, even if the mailbox never empties. A turn of trio's
+# scheduler costs about 5 us. Sixteen messages with long lists of token ids took thirty milliseconds.
 MESSAGES_PER_TURN, TURN_S = 16, 0.002
 
 

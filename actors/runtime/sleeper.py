@@ -1,10 +1,10 @@
-"""Sleeper: one task sleeps until another one wakes it, and most of that costs nothing but trio's own turn.
+"""Sleeper: one task sleeps until another task wakes it, at hardly more than the cost of a turn of trio's scheduler.
 
     sleeper = Sleeper()
     await sleeper          # in one task
     sleeper.wake()         # in any other task; it does nothing while no task sleeps
 
-A `trio.Event` serves one wake, and takes three times as long.
+A `trio.Event` can wake a task only once, and takes three times as long.
 """
 
 from collections.abc import AsyncGenerator, Generator
@@ -41,7 +41,7 @@ class Sleeper:
 
     def __init__(self) -> None:
         self._task: trio.lowlevel.Task | None = None
-        # The message that suspends a task. It may be sent again, and its coroutine would be made anew for each sleep.
+        # The message that suspends a task. It can be sent again and again, so no sleep makes a coroutine.
         coroutine = trio.lowlevel.wait_task_rescheduled(self._abort)  # noqa: ASYNC105
         self._message = coroutine.send(None)
         coroutine.close()

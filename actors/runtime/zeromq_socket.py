@@ -41,9 +41,9 @@ class Signed(NamedTuple):
     """A message and its sender, as ZeroMQ knows it.
 
     Args:
-        user_id: what a ZAP handler said of the client at its handshake; "" where there is none.
-        connection: file descriptor of the connection it came by; None where ZeroMQ does not know it, as of a
-            connection that ended before ZeroMQ had looked at it.
+        user_id: the user id that a ZAP handler gave the client at its handshake; "" without a handler.
+        connection: file descriptor of its connection; None if ZeroMQ does not know it, for example if the connection
+            ended before ZeroMQ had looked at the message.
         parts: the frames.
     """
 
@@ -130,7 +130,7 @@ class ZeroMQSocket:
         Returns fewer messages, or none, if ignored clients have sent many.
 
         Args:
-            max_bytes: nothing more is taken once they have so many.
+            max_bytes: stops after the message with which the messages have this many bytes.
         """
         take = partial(self._recv_many_signed_now, max_messages, max_bytes)
         return await self._operate(take, self._receivers, zmq.POLLIN)
@@ -220,7 +220,7 @@ class ZeroMQSocket:
         if events & zmq.POLLIN:
             self._receivers.unpark()  # one: it dispatches again once it has its message
         if self._is_router or events & zmq.POLLOUT:
-            # A ROUTER's POLLOUT is not that of the peer someone waits for.
+            # A ROUTER's POLLOUT may be another peer's than the one that a task waits for.
             self._senders.unpark_all()
 
     async def _operate(self, operation: Callable[[], T], lot: trio.lowlevel.ParkingLot, event: int) -> T:
@@ -326,7 +326,7 @@ def _take(take_one: Callable[[], T], max_messages: int) -> list[T]:
 
 
 def set_defaults(socket: "zmq.Socket[bytes]") -> None:
-    """Set the options of every socket, at both ends: short queues, and heartbeats against silent peers."""
+    """Set the options that the sockets of both ends have: short queues, and heartbeats against silent peers."""
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.LINGER, 0)

@@ -429,8 +429,8 @@ def _check_chunks(plan: SchedulerOutput) -> None:
         size = sizes.get(request.request_id, 0)
         if not 1 <= size <= request.context_remaining:
             raise SchedulerError(
-                f"a chunk of {size} tokens for request {request.request_id}, "
-                f"of whose context {request.context_remaining} are left"
+                f"request {request.request_id} has a chunk of {size} tokens; "
+                f"{request.context_remaining} of its context are left, and a chunk has at least one"
             )
     if len(sizes) > len(plan.context_requests):
         extra = sorted(sizes.keys() - {request.request_id for request in plan.context_requests})
@@ -440,7 +440,7 @@ def _check_chunks(plan: SchedulerOutput) -> None:
 def _check_budgets(plan: SchedulerOutput, limits: StepLimits) -> None:
     num_tokens = plan.num_context_tokens + sum([request.width for request in plan.generation_requests])
     if num_tokens > limits.max_batch_tokens:
-        raise SchedulerError(f"{num_tokens} tokens planned, max_batch_tokens is {limits.max_batch_tokens}")
+        raise SchedulerError(f"the plan has {num_tokens} tokens, and max_batch_tokens is {limits.max_batch_tokens}")
     if limits.cache_budget is None:
         return
     blocks = sum(limits.blocks_read(request.num_computed + 1) * request.width for request in plan.generation_requests)
@@ -449,7 +449,7 @@ def _check_budgets(plan: SchedulerOutput, limits: StepLimits) -> None:
         for request in plan.context_requests
     )
     if blocks > limits.cache_budget:
-        raise SchedulerError(f"{blocks} blocks would be read, cache_budget is {limits.cache_budget}")
+        raise SchedulerError(f"the plan reads {blocks} blocks, and cache_budget is {limits.cache_budget}")
 
 
 def _names(requests: Sequence[LlmRequest] | Set[LlmRequest]) -> str:

@@ -2,7 +2,7 @@
 
 FairShare orders clients by the tokens that each account has had (a virtual token counter, arXiv 2401.00588):
 
-    fair.enter("a")                                  # one of its requests is at work
+    fair.enter("a")                                  # one of its requests is open
     first, *_ = fair.in_turn(waiting, ...)           # a request of the account that had least
     fair.charge("a", prompt_tokens=30)
     fair.leave("a", output_tokens=100)
@@ -234,7 +234,7 @@ class Blocks:
 
 
 def total(needs: Iterable[Blocks], nothing: Blocks) -> Blocks:
-    """Return the sum; most needs of a step are the object `nothing` itself, and cost no addition."""
+    """Return the sum. Most needs of a step are the object `nothing` itself, which is skipped."""
     summed = nothing
     for need in needs:
         if need is not nothing:
@@ -327,11 +327,11 @@ T = TypeVar("T")
 
 
 class FairShare:
-    """The counters of all clients with requests at work, and of some inactive clients."""
+    """The counters of all clients with open requests, and of some inactive clients."""
 
     def __init__(self) -> None:
         self._served: dict[str, float] = {}
-        self._requests: dict[str, int] = {}  # of clients at work
+        self._requests: dict[str, int] = {}  # of clients with open requests
         self._last_left = 0.0  # counter of the client that left last
 
     def served(self, client: str) -> float:
@@ -339,7 +339,7 @@ class FairShare:
         return self._served.get(client, 0.0)
 
     def enter(self, client: str) -> None:
-        """Book that one of the client's requests is at work."""
+        """Book a new open request of the client."""
         if client not in self._requests:
             least = min((self._served[other] for other in self._requests), default=self._last_left)
             # guard: lift of who comes back
@@ -379,7 +379,7 @@ class FairShare:
             client_of: returns the client of a request.
             prompt_tokens_of: returns the charge at the start of a request, so that a client's second request comes
                 after other clients' first ones.
-            running_output: generated tokens of requests at work that are not booked yet, by client.
+            running_output: generated tokens of open requests that are not booked yet, by client.
         """
         lines: dict[str, deque[T]] = {}
         for item in waiting:
@@ -423,7 +423,7 @@ def most_waiting(size: int, others: int, share: float) -> float:
 
 
 def ahead_in_turn(waiting_of: Mapping[str, int], client: str, num_new: int) -> int:
-    """Return the number of turns before the last of `wanted` more requests of a client, if clients alternate."""
+    """Return the number of turns before the last of `num_new` more requests of a client, if clients alternate."""
     mine = waiting_of.get(client, 0)
     others = sum([min(count, mine + num_new) for other, count in waiting_of.items() if other != client])
     return mine + num_new - 1 + others

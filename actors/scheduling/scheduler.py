@@ -412,7 +412,7 @@ class SchedulerOptions:
         if self.never_pauses:
             for name in ("margin", "pause_order"):
                 if getattr(self, name) is not None:
-                    raise SchedulerError(f"{name}: only MAX_UTILIZATION in in-flight batching has one")
+                    raise SchedulerError(f"{name}: only MAX_UTILIZATION with in-flight batching has this option")
         if self.batching_type is BatchingType.V1 and self.max_num_requests > self.max_batch_tokens:
             raise SchedulerError(
                 f"max_num_requests: a V1 group of {self.max_num_requests} cannot decode in lockstep "
@@ -473,7 +473,9 @@ def build_scheduler(
             capacity = scheduler
             continue
         if options.batching_type is BatchingType.V1:
-            raise SchedulerError(f"scheduler {options.scheduler!r}: a RequestScheduler decides joining, V1 forbids it")
+            raise SchedulerError(
+                f"scheduler {options.scheduler!r}: V1 batching takes no RequestScheduler, since it decides who joins"
+            )
         return scheduler
     return _join(options, capacity or _policy(options, kv_cache_manager), micro_batch or FIFOScheduler(limits))
 
@@ -492,7 +494,9 @@ def _named(names: str) -> list[type[RequestScheduler] | type[CapacityScheduler] 
     classes = [STEP_ORDERS.get(name) or _load(name) for name in (part.strip() for part in names.split(","))]
     halves = [half for half in (CapacityScheduler, MicroBatchScheduler) for kind in classes if issubclass(kind, half)]
     if len(classes) > 1 and sorted(half.__name__ for half in halves) != ["CapacityScheduler", "MicroBatchScheduler"]:
-        raise SchedulerError(f"scheduler {names!r}: two names are a CapacityScheduler and a MicroBatchScheduler")
+        raise SchedulerError(
+            f"scheduler {names!r}: of two names, one must be a CapacityScheduler and one a MicroBatchScheduler"
+        )
     return classes
 
 
@@ -531,7 +535,9 @@ def _load(name: str) -> type[RequestScheduler] | type[CapacityScheduler] | type[
         expected = ", ".join(kind.__name__ for kind in kinds)
         raise SchedulerError(f"scheduler {name!r}: {class_name} is not a subclass of one of {expected}")
     if inspect.isabstract(named):
-        raise SchedulerError(f"scheduler {name!r}: {class_name} is abstract, it lacks its method")
+        raise SchedulerError(
+            f"scheduler {name!r}: {class_name} is abstract, because it does not define its scheduling method"
+        )
     return named
 
 

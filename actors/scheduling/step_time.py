@@ -49,49 +49,51 @@ def least_squares(columns: Vector, targets: Vector) -> list[float]:
     return factors
 
 
-# The assumed costs before any was seen, as shares of the first step's seconds. A row of weights is read once a step,
-# so most of a small step is its base. A key is a 10,000th of the weights of a small model, and less of a large one. The
-# tokens of a prompt share the reading of a key.
-_FIRST_SHARES = np.array([0.85, 0.08, 1e-4, 0.05, 0.08, 3e-5, 0.08])
-# How wrong these may be: each by itself, those of a row (decoded, prefilled, drafted) together, and all together.
-_FIRST_DOUBT, _ROW_DOUBT, _PACE_DOUBT = 1.0, 4.0, 2.0
+# The prior: assumed costs before the first step, as shares of that step's seconds. A row of weights is read
+# once a step, so most of a small step is its base. A key is a 10,000th of the weights of a small model, and less of a
+# large one. The tokens of a prompt share the reading of a key.
+_PRIOR = np.array([0.85, 0.08, 1e-4, 0.05, 0.08, 3e-5, 0.08])
+# The standard deviations of the prior: of each cost alone, of the costs of a row (decoded, prefilled or drafted)
+# together, and of all costs together.
+_PRIOR_ERROR, _ROW_ERROR, _PACE_ERROR = 1.0, 4.0, 2.0
 _ROWS = np.array([0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0])
-# From one step to the next the machine's pace, which changes all costs together, and each cost by itself change by so
-# much. The first is a machine that slows down; the second lets old steps be forgotten slowly. With a larger first one a
-# long prompt, each chunk of which reads more keys than the one before, is taken for a machine that slows down.
+# Process noise, as standard deviations per step: of the machine's pace, which changes all costs together, and of each
+# cost alone. The pace lets the model follow a machine that slows down, and the drift lets it forget old steps slowly.
+# With more noise of the pace, a long prompt would look like a slower machine, since each chunk reads more keys.
 _PACE, _DRIFT = 0.02, 0.005
-# A cost counts as at least this for its drift and its doubt. A first step that took too long brings other costs down
-# to nearly nothing; a share of nothing would keep them there.
-_NOTHING = 0.1
-# The random error of a step's time: its first value, the bounds of the learned value, and the weight of each step.
-_CHANCE, _LEAST_CHANCE, _MOST_CHANCE, _NEWEST = 0.05, 0.01, 0.2, 0.05
-# The deviation beyond which a step counts no more than at it: an outlier.
+# The least cost that scales a cost's drift and error. A first step that took too long brings other costs down to nearly
+# nothing, and without this bound they would stay there.
+_LEAST_SCALE = 0.1
+# Measurement noise, as a standard deviation relative to a step's time: its first value, the bounds of the learned
+# value, and the weight of the newest step.
+_NOISE, _LEAST_NOISE, _MOST_NOISE, _NEWEST = 0.05, 0.01, 0.2, 0.05
+# An innovation above this many standard deviations is an outlier, and is cut to it.
 _OUTLIER = 2.5
-# How much less sure an outlier makes of the costs that it depends on: if it is the first step of a change, the next
-# steps count for more.
-_UNSURE = 0.5
-# The most doubt of a cost that was not seen for long.
-_MOST_DOUBT = 4.0
-# The least a cost comes down to, as a share of what was assumed first: it can grow again from there.
+# The share by which an outlier adds to the covariance of its costs. If it is the first step of a change, the next steps
+# then count for more.
+_OUTLIER_SHARE = 0.5
+# The largest standard deviation of a cost that was not measured for long.
+_MOST_ERROR = 4.0
+# The least value of a cost, as a share of the prior: a cost can grow again from there.
 _LEAST = 1e-3
 
 
 class StepTimeModel:
-    """Learns the costs from step to step; a Kalman filter over them.
+    """Learns the costs from step to step with a Kalman filter.
 
-    One thread tells it of steps; any thread may read `time`.
+    One thread calls `took`; any thread may read `time`.
 
-    The filter knows how sure it is of each cost. A step changes the costs that it depends on and that are unsure, and
-    leaves the others: thousands of steps without a prompt do not make it forget what a prompt costs. The machine's
-    pace is part of every cost, so a slower machine is known for prompts as soon as decodes take longer.
+    The covariance says how uncertain each cost is. A step corrects the uncertain costs of its work, and leaves the
+    others: thousands of steps without a prompt do not make the filter forget the cost of a prompt. The machine's pace
+    is part of every cost, so slower decodes raise the expected cost of prompts at once.
     """
 
     def __init__(self) -> None:
-        self.time: StepTime | None = None  # None until a first step was seen
-        self._units: Vector = np.zeros(len(COSTS))  # what was assumed first, in seconds; the costs are counted in these
+        self.time: StepTime | None = None  # None until the first step
+        self._units: Vector = np.zeros(len(COSTS))  # the prior in seconds: the unit of each cost
         self._costs: Vector = np.ones(len(COSTS))
-        self._doubt: Vector = np.zeros((len(COSTS), len(COSTS)))  # their covariance
-        self._chance = _CHANCE**2  # the variance of a step's time, as a share of it
+        self._covariance: Vector = np.zeros((len(COSTS), len(COSTS)))  # of the costs
+        self._noise = _NOISE**2  # the variance of a step's time, relative to its square
 
     def took(self, work: StepWork, seconds: float) -> None:
         """Learn from a step and its seconds; a step of no time is ignored."""
@@ -99,33 +101,33 @@ class StepTimeModel:
             return
         row = np.array(work.row(), float)
         if self.time is None:
-            self._units = _FIRST_SHARES * (seconds / float(_FIRST_SHARES @ row))
-            self._doubt = _FIRST_DOUBT**2 * np.eye(len(COSTS)) + _PACE_DOUBT**2 * np.ones_like(self._doubt)
-            self._doubt += _ROW_DOUBT**2 * np.outer(_ROWS, _ROWS)
+            self._units = _PRIOR * (seconds / float(_PRIOR @ row))
+            self._covariance = _PRIOR_ERROR**2 * np.eye(len(COSTS)) + _PACE_ERROR**2 * np.ones_like(self._covariance)
+            self._covariance += _ROW_ERROR**2 * np.outer(_ROWS, _ROWS)
         self._learn(row * self._units, seconds)
         self.time = StepTime(**dict(zip(COSTS, (self._costs * self._units).tolist(), strict=True)))
 
     def _learn(self, row: Vector, seconds: float) -> None:
-        costs, doubt = self._costs, self._doubt
-        doubt += _PACE**2 * np.outer(costs, costs)
-        doubt.flat[:: len(COSTS) + 1] += (_DRIFT * np.maximum(costs, _NOTHING)) ** 2
+        costs, covariance = self._costs, self._covariance
+        covariance += _PACE**2 * np.outer(costs, costs)
+        covariance.flat[:: len(COSTS) + 1] += (_DRIFT * np.maximum(costs, _LEAST_SCALE)) ** 2
         self._cap()
         expected = float(row @ costs)
-        towards = doubt @ row
-        variance = max(float(row @ towards), 0.0) + self._chance * expected**2
-        surprise = seconds - expected
+        projected = covariance @ row
+        variance = max(float(row @ projected), 0.0) + self._noise * expected**2
+        innovation = seconds - expected
         most = _OUTLIER * sqrt(variance)
-        self._costs = np.maximum(costs + towards * (min(max(surprise, -most), most) / variance), _LEAST)
-        if abs(surprise) < most:
-            doubt -= np.outer(towards, towards) / variance
+        self._costs = np.maximum(costs + projected * (min(max(innovation, -most), most) / variance), _LEAST)
+        if abs(innovation) < most:
+            covariance -= np.outer(projected, projected) / variance
         else:
-            doubt += np.outer(towards, towards) * (_UNSURE / variance)
-        newest = min(max((surprise / expected) ** 2, _LEAST_CHANCE**2), _MOST_CHANCE**2)
-        self._chance += _NEWEST * (newest - self._chance)
+            covariance += np.outer(projected, projected) * (_OUTLIER_SHARE / variance)
+        newest = min(max((innovation / expected) ** 2, _LEAST_NOISE**2), _MOST_NOISE**2)
+        self._noise += _NEWEST * (newest - self._noise)
 
     def _cap(self) -> None:
-        """Bound the doubts of costs that are not seen, which grow with every step."""
-        most = _MOST_DOUBT * np.maximum(self._costs, _NOTHING)
-        too_much = np.sqrt(np.maximum(self._doubt.diagonal() / most**2, 1.0))
+        """Bound the covariance of costs that are not measured, which grows with every step."""
+        most = _MOST_ERROR * np.maximum(self._costs, _LEAST_SCALE)
+        too_much = np.sqrt(np.maximum(self._covariance.diagonal() / most**2, 1.0))
         if (too_much > 1.0).any():
-            self._doubt /= np.outer(too_much, too_much)
+            self._covariance /= np.outer(too_much, too_much)

@@ -547,6 +547,6 @@ class Context:
 
 
 def _split(rows: Rows, counts: Sequence[int]) -> list[Rows]:
-    """Cut rows into parts of so many each."""
+    """Cut rows into consecutive parts of these lengths."""
     ends = list(accumulate(counts))
     return [rows[end - count : end] for end, count in zip(ends, counts, strict=True)]

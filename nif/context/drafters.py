@@ -197,7 +197,7 @@ class StateDrafter(Drafter, Generic[G]):
         super().__init__()
 
     def follows(self, num_sequences: int) -> bool:
-        """Whether the drafter wants the rows of a step of so many sequences; more of them would wait too long."""
+        """Whether the drafter reads the rows of a step with this many sequences; more would take too long."""
         return num_sequences <= DRAFTED_SEQUENCES and not self._has_failed
 
     def stepped(

@@ -226,7 +226,7 @@ class PrefixCache:
         return tuple(blocks) if len(blocks) == len(self._blocks) else None
 
     def keep(self, tokens: Sequence[int], key: bytes, ttl_s: float) -> None:
-        """Ask to keep a prompt's whole blocks: for so many seconds, other blocks are evicted before them."""
+        """Ask to keep a prompt's whole blocks: for `ttl_s` seconds, other blocks are evicted before them."""
         until = monotonic() + ttl_s
         for name in self.names(tokens, key, len(tokens) // self.block_size):
             until = max(until, self._kept.pop(name, until))
@@ -460,7 +460,7 @@ class BlockPool:
         return True
 
     def _end_keeping(self) -> None:
-        """Stop keeping the blocks whose time is over. They count as the blocks that were released last."""
+        """Stop keeping blocks after their time. They then count as the blocks that were released last."""
         now = monotonic() if self._kept else 0.0
         if not self._kept or now < self._next_end:
             return

@@ -130,7 +130,7 @@ class HostBlockStore:
 
 
 def _own(content: Content, *, pinned: bool) -> Content:
-    """Return the content in memory of its own: a view would keep all that it is a view of, outside the budget."""
+    """Return the content, copied if it is a view: a view would keep a larger array alive, outside the budget."""
     if isinstance(content, np.ndarray) and not pinned:
         return content if content.base is None else content.copy()
     import torch

@@ -3,7 +3,7 @@
     pairs = PairReader(tokenizer, form=None, second=0)
     tokens = pairs.tokens("who?", "it was them")
 
-A classifier's tokenizer joins two texts by itself. A causal model reads them in a prompt: from a chat template with
+A classifier's tokenizer joins two texts itself. A causal model reads them in a prompt: from a chat template with
 the roles "query" and "document", or from the prompt of its family.
 """
 

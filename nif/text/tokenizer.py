@@ -318,9 +318,9 @@ class Tokenizer:
     def template_prefix(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Return the common token prefix of all conversations that begin with `messages[0]`.
 
-        Found by rendering conversations that go on differently and keeping what they have in common; empty
-        when the template admits fewer than two of them. A template may still do something new with a
-        conversation unlike all those, so the caller compares the prefix with the prompt first.
+        The prefix is what several rendered conversations with different continuations have in common. It is empty if
+        the template accepts fewer than two of them. A template may render a further conversation differently, so the
+        caller compares the prefix with the prompt first.
 
         Raises:
             ChatTemplateError: no messages, or no template.
@@ -413,7 +413,7 @@ def _own_process(backend: "Backend") -> TokenizerProcess | None:
     unknown = unchecked(settings)
     # guard: a process for a tokenizer with expressions of its own
     if unknown:
-        log.info("the tokenizer runs in a process of its own, for it has parts that are not known: %.200r", unknown)
+        log.info("the tokenizer runs in a separate process, because it has unknown parts: %.200r", unknown)
         return TokenizerProcess(backend.to_str())
     return None
 
@@ -427,7 +427,7 @@ def _check_growth(backend: "Backend") -> None:
         stage = getattr(backend, part)
         growth = 1 if stage is None else _growth(json.loads(stage.__getstate__()))
         if growth > _MAX_GROWTH:
-            raise TokenizerError(f"its {part} replaces texts by others that are up to {growth} times as long")
+            raise TokenizerError(f"its {part} replaces texts with texts up to {growth} times as long")
 
 
 def _growth(step: Any) -> int:

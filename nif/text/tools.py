@@ -360,7 +360,7 @@ class AnswerReader:
             return True
         if at_end:
             rest = self._buffer
-            if self.num_calls:  # white space after calls is no text, and no more is the beginning of a mark
+            if self.num_calls:  # after calls, white space and the beginning of a mark are not text
                 cut = _held_back(rest, self._opens) if self._opens else 0
                 rest = rest[: len(rest) - cut].rstrip()
             parts.text += self._text(rest)

@@ -57,7 +57,7 @@ def nested(depth: int) -> dict[str, Any]:
         ({"regex": "a", "response_format": ResponseFormat(type="json_object")}, "regex", "at most one"),
         ({"regex": ""}, "regex", "is empty"),
         ({"grammar": ""}, "grammar", "is empty"),
-        ({"regex": "é" * 40_000}, "regex", "has 80000 bytes, 65536 are allowed"),
+        ({"regex": "é" * 40_000}, "regex", "has 80000 bytes; at most 65536 are allowed"),
         ({"grammar": "a" * 65_537}, "grammar", "65537"),
         ({"regex": "\ud800"}, "regex", "Unicode"),
         ({"regex": 7}, "regex", "expected"),

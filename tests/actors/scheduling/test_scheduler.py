@@ -130,12 +130,12 @@ OFFENCES = {
     "planned as context but not pending or prefilling: 1": [([ONE], [], [])],
     "paused but not running: 4": [([], [], [FOUR])],
     "20 generation requests exceed": [([FOUR], MANY, [])],
-    "20 tokens planned, max_batch_tokens is 16": [([], MANY, [])],
-    "a chunk of 5 tokens for request 3, of whose context 4": [SchedulerOutput([THREE], [], [], {3: 5})],
+    "the plan has 20 tokens, and max_batch_tokens is 16": [([], MANY, [])],
+    "request 3 has a chunk of 5 tokens; 4 of its context are left": [SchedulerOutput([THREE], [], [], {3: 5})],
     "a chunk of 0 tokens for request 4": [SchedulerOutput([THREE, FOUR], [], [], {3: 1})],
     r"not in the context list: \[7\]": [SchedulerOutput([THREE], [], [], {3: 1, 7: 1})],
     # 3 blocks for each decode over 9 positions, 2 for the chunk that ends at 5
-    "8 blocks would be read, cache_budget is 7": [SchedulerOutput([THREE], [ONE, MANY[0]], [], {3: 1})],
+    "the plan reads 8 blocks, and cache_budget is 7": [SchedulerOutput([THREE], [ONE, MANY[0]], [], {3: 1})],
 }
 
 
