@@ -185,7 +185,7 @@ def test_s07_both_halves_are_named_with_a_comma(names: str, micro_batch: type) -
     ],
 )
 def test_s07_two_names_that_are_not_the_two_halves_are_refused(names: str) -> None:
-    with pytest.raises(SchedulerError, match="a CapacityScheduler and a MicroBatchScheduler"):
+    with pytest.raises(SchedulerError, match="one must be a CapacityScheduler and one a MicroBatchScheduler"):
         check_scheduler(names)
 
 
