@@ -132,9 +132,7 @@ OFFENCES = {
     "20 generation requests exceed": [([FOUR], MANY, [])],
     "the plan has 20 tokens, and max_batch_tokens is 16": [([], MANY, [])],
     "request 3 has a chunk of 5 tokens; 4 of its context are left": [SchedulerOutput([THREE], [], [], {3: 5})],
-    "request 4 has a chunk of 0 tokens; 8 of its context are left, and a chunk has at least one": [
-        SchedulerOutput([THREE, FOUR], [], [], {3: 1})
-    ],
+    "request 4 has a chunk of 0 tokens": [SchedulerOutput([THREE, FOUR], [], [], {3: 1})],
     r"not in the context list: \[7\]": [SchedulerOutput([THREE], [], [], {3: 1, 7: 1})],
     # 3 blocks for each decode over 9 positions, 2 for the chunk that ends at 5
     "the plan reads 8 blocks, and cache_budget is 7": [SchedulerOutput([THREE], [ONE, MANY[0]], [], {3: 1})],
