@@ -28,6 +28,23 @@ def test_a_trace_sees_the_request_and_what_checks_it() -> None:
     assert "clients/remote.py" in stream.files and "clients/remote.py" not in chat.files
 
 
+UNUSED_FEATURES = {
+    *(
+        f"actors/batcher/{name}.py"
+        for name in ("beam_search", "calls", "drafting", "embeddings", "options", "thinking")
+    ),
+    *(f"nif/sampling/{name}.py" for name in ("constraints", "device_draws", "grammar", "prompt_lookup")),
+    *("actors/recording/recorder.py", "nif/kv/disk_cache.py", "nif/kv/offload.py", "nif/text/tools.py"),
+}
+
+
+def test_a_request_enters_few_files_and_none_of_a_feature_that_it_does_not_use() -> None:
+    """ADR 106 has the files."""
+    for trace, most in ((trace_openai_stream(), 45), (trace_zeromq_stream(), 40)):
+        assert not trace.files & UNUSED_FEATURES
+        assert len(trace.files) <= most, sorted(trace.files)
+
+
 def test_a_method_and_a_sampling_parameter_are_written_in_at_most_five_files() -> None:
     method = figures.files_of_a_method()
     assert len(method) <= 5, method
