@@ -17,6 +17,7 @@ import trio
 from starlette.types import Receive, Scope, Send
 
 from genbatch.actors.batcher.messages import RETRY_AFTER_DRAIN_MS
+from genbatch.actors.batcher.open_requests import LEAST_RETRY_MS
 from genbatch.actors.gateways.http.anthropic import MessageAnswer
 from genbatch.actors.gateways.http.bodies import JSON, Fields, HTTPRequest, decode_json, renamed
 from genbatch.actors.gateways.http.openai_answer import OpenAIAnswer
@@ -32,8 +33,8 @@ from genbatch.actors.gateways.http.service_calls import (
 )
 from genbatch.actors.runtime.sleeper import Sleeper
 from genbatch.actors.runtime.supervisor import background
-from genbatch.proto.errors import DeadlineExceeded, EngineError, GenbatchError, InvalidRequest, Unavailable
-from genbatch.proto.messages import Choice, Result, Token
+from genbatch.proto.errors import DeadlineExceeded, EngineError, GenbatchError, InvalidRequest, QueueFull, Unavailable
+from genbatch.proto.messages import Choice, GenerateRequest, Result, Token
 
 logger = logging.getLogger(__name__)
 
@@ -250,22 +251,42 @@ class Generating:
     async def _results(
         self, request: HTTPRequest, caller: HTTPCaller, put: Callable[[int, Token], None] | None
     ) -> Sequence[Result]:
-        """Return the results of all prompts; `put` gets their tokens. The first failure ends all of them."""
+        """Return the results of all prompts; `put` gets their tokens. The first failure ends all of them.
+
+        No more prompts wait or run at a time than the service has slots, so that a list of any length finds room.
+        Once a prompt has its result, other clients that fill the queue delay the rest and do not end it.
+        """
+        arrived_at = trio.current_time()
         # Both ask the model's tokenizer, so they may have to wait until the model is loaded.
         if request.suffix:
             await self._fill_gaps(request)
         if request.echo and request.num_top is not None:
             await self._tokenize(request, caller)
+        several = len(request.requests) > 1
+        width = 1
+        if several:
+            card = await self._calls.known_model(request.requests[0].model, caller)
+            width = max(1, card.n_parallel // request.n)
+        places = trio.Semaphore(width)
         results: dict[int, Result] = {}
         failures: list[GenbatchError] = []
 
         async def answer_choice(index: int) -> None:
             on_token = None if put is None else partial(_put, put, index * request.n)
             try:
-                suffix = f"/{index}" if len(request.requests) > 1 else ""
+                suffix = f"/{index}" if several else ""
                 named = replace(caller, request_id=caller.request_id + suffix)
-                result = await self._calls.generate(request.requests[index], named, on_token)
-                results[index] = _finished(result)
+                async with places:
+                    while index not in results:
+                        each = request.requests[index]
+                        if several:
+                            each = _with_time_left(each, trio.current_time() - arrived_at)
+                        try:
+                            results[index] = _finished(await self._calls.generate(each, named, on_token))
+                        except QueueFull as error:
+                            if not results:
+                                raise
+                            await trio.sleep((error.retry_after_ms or LEAST_RETRY_MS) / 1000)
             except GenbatchError as error:
                 failures.append(renamed(error, request.names))
                 nursery.cancel_scope.cancel()
@@ -369,6 +390,19 @@ def _grouped(taken: Sequence[tuple[int, Token]]) -> list[tuple[int, list[Token]]
 
 def _put(put: Callable[[int, Token], None], first_choice: int, token: Token) -> None:
     put(first_choice + token.choice, token)
+
+
+def _with_time_left(request: GenerateRequest, waited_s: float) -> GenerateRequest:
+    """Return the request with what is left of its deadline after a wait in this gateway.
+
+    Raises:
+        DeadlineExceeded: nothing is left.
+    """
+    if request.deadline_s is None:
+        return request
+    if request.deadline_s <= waited_s:
+        raise DeadlineExceeded("the deadline passed before the first token")
+    return msgspec.structs.replace(request, deadline_s=request.deadline_s - waited_s)
 
 
 def _finished(result: Result) -> Result:

@@ -17,6 +17,7 @@ from genbatch.actors.security.curve_keys import KeyStore
 from genbatch.actors.service.options import ServiceOptions
 from genbatch.actors.service.service import Service, open_service
 from genbatch.nif.context.engine import EngineOptions
+from genbatch.proto.errors import QueueFull
 from genbatch.proto.messages import GenerateRequest, Message, Result
 from genbatch.proto.service_messages import StatsRequest
 from tests.actors import holding_scheduler
@@ -192,6 +193,47 @@ async def test_n_answers_to_each_of_several_prompts_are_told_apart_and_repeatabl
         assert texts == [choice.text for choice in whole.choices]
         assert len(set(texts)) > 1
         assert ended == [0, 1, 2, 3]
+
+
+@pytest.mark.trio
+async def test_a_list_of_prompts_may_be_longer_than_the_queue_and_waits_beside_others(serve: Any) -> None:
+    async with serve(n_parallel=2, max_queue=2) as service, connect(service) as client:
+        prompts = [f"{index} is" for index in range(24)]
+        params: Any = {"model": "", "prompt": prompts, "max_tokens": 3, "extra_body": {"ignore_eos": True}}
+        params["model"] = (await client.models.list()).data[0].id
+        wanted = [(await ask(service, prompt=prompt, max_tokens=3, ignore_eos=True)).text for prompt in prompts]
+        whole = await client.completions.create(**params)
+        assert [choice.text for choice in whole.choices] == wanted
+        twins = await client.completions.create(**(params | {"n": 4, "prompt": prompts[:3]}))
+        assert [choice.text for choice in twins.choices] == [text for text in wanted[:3] for _ in range(4)]
+
+        refused = 0
+
+        async def fill_the_queue() -> None:
+            nonlocal refused
+            while True:
+                try:
+                    await ask(service, prompt="other", max_tokens=3, ignore_eos=True)
+                except QueueFull:
+                    refused += 1
+                await trio.sleep(0.01)  # so that the list finds a place, too
+
+        texts = [""] * len(prompts)
+        async with trio.open_nursery() as nursery:
+            async for chunk in await client.completions.create(**params, stream=True):
+                choice = chunk.choices[0]
+                texts[choice.index] += choice.text
+                if choice.index >= 2 and not nursery.child_tasks:  # an earlier prompt has its result
+                    for _ in range(6):
+                        nursery.start_soon(fill_the_queue)
+            nursery.cancel_scope.cancel()
+        assert texts == wanted and refused
+
+        await until_idle(lambda: service.batcher.call(StatsRequest()))
+        late: Any = params["extra_body"] | {"deadline_s": 0.05}
+        with pytest.raises(openai.APIStatusError) as caught:
+            await client.completions.create(**(params | {"max_tokens": 200, "prompt": prompts * 5, "extra_body": late}))
+        assert caught.value.status_code == 504
 
 
 @pytest.mark.trio
