@@ -31,7 +31,8 @@ from genbatch.actors.scheduling.plan import StepWork
 from genbatch.actors.scheduling.request import Phase
 from genbatch.actors.scheduling.step_time import StepTimeModel
 from genbatch.nif.context import Context
-from genbatch.nif.context.runs import DecodeRun, OverlappedRun
+from genbatch.nif.context.overlapped_run import OverlappedRun
+from genbatch.nif.context.runs import DecodeRun
 from genbatch.nif.cuda_device import empty_cache, is_out_of_memory
 from genbatch.nif.errors import DeviceFault, OutOfBlocks
 from genbatch.nif.runner import Entry, Rows

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from genbatch.nif.context.drafters import Drafted, Seen, StateDrafter, StateRows
-from genbatch.nif.context.layout import block_tables
+from genbatch.nif.context.runs import block_tables
 from genbatch.nif.kv.kv_cache import KVCache
 from genbatch.nif.runner import Largest, PredictingRunner, RaggedBatch
 

@@ -23,9 +23,9 @@ import numpy as np
 
 from genbatch.nif.context.assistant import Assistant
 from genbatch.nif.context.drafters import Drafter, StateDrafter
-from genbatch.nif.context.layout import lay_out, num_logits, num_states
 from genbatch.nif.context.multi_token_head import MultiTokenHead
-from genbatch.nif.context.runs import DecodeRun, OverlappedRun, Read, RunRows
+from genbatch.nif.context.overlapped_run import OverlappedRun
+from genbatch.nif.context.runs import DecodeRun, Read, RunRows, lay_out, num_logits, num_states
 from genbatch.nif.cuda_device import is_out_of_memory
 from genbatch.nif.errors import AdapterError, BatchError, OptionError
 from genbatch.nif.kv.block_tables import Reservation, RunReservation

@@ -1,26 +1,235 @@
-"""Runs of decode steps without a scheduler between the steps: `DecodeRun` is serial, `OverlappedRun` launches ahead."""
+"""Runs: the entries of a step as a ragged batch for the runners, and decode steps without a plan between them.
+
+    batch = lay_out(entries, kv)                  # one step
+    layout = run_layout(kv, entries, max_steps)   # a run of decode steps over the same sequences
+    batch = layout.next(tokens)
+
+A DecodeRun runs one step after another. An OverlappedRun (overlapped_run.py) launches each step before it reads the
+step before.
+"""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, count
 from typing import ClassVar, Literal, Protocol, TypeAlias, TypeVar
 
-from genbatch.nif.context.layout import RunLayout, lay_out, run_layout
-from genbatch.nif.errors import DeviceFault
+import numpy as np
+import numpy.typing as npt
+
 from genbatch.nif.kv.block_tables import Reservation, RunReservation
 from genbatch.nif.kv.kv_cache import KVCache
-from genbatch.nif.runner import (
-    Entry,
-    Largest,
-    Launched,
-    LaunchingRunner,
-    Logits,
-    RaggedBatch,
-    Redrawn,
-    Rows,
-)
+from genbatch.nif.runner import Entry, Largest, Logits, RaggedBatch, Rows
 from genbatch.nif.sampling.choice import choose
-from genbatch.nif.sampling.sampler import NOT_FINITE, DrawTable, Sampled, SampleFault, SamplerState
+from genbatch.nif.sampling.sampler import Sampled, SampleFault, SamplerState
+
+
+def num_logits(entry: Entry) -> int:
+    """Return the number of rows of logits that an entry needs."""
+    if entry.logits is Logits.ALL:
+        return len(entry.tokens)
+    return 1 if entry.logits is Logits.LAST else 0
+
+
+def num_states(entry: Entry) -> int:
+    """Return the number of rows of hidden states that an entry needs."""
+    if entry.logits is Logits.EVERY_STATE:
+        return len(entry.tokens)
+    return 1 if entry.logits is Logits.LAST_STATE else 0
+
+
+def lay_out(batch: Sequence[Entry], kv: KVCache) -> RaggedBatch:
+    """Lay out the entries as a ragged batch. The caller has reserved their blocks."""
+    size = len(batch)
+    counts = np.fromiter([len(entry.tokens) for entry in batch], np.int64, size)
+    n_past = np.fromiter([entry.n_past for entry in batch], np.int64, size)
+    starts = np.zeros(size + 1, np.int64)
+    np.cumsum(counts, out=starts[1:])
+    total = int(starts[-1])
+    owner = np.repeat(np.arange(size), counts)  # [T] the entry each token belongs to
+    positions = np.arange(total) - np.repeat(starts[:-1] - n_past, counts)
+    kv_lens = n_past + counts
+    longest, block_size = int(kv_lens.max()), kv.block_size
+    column, offset = np.divmod(positions, block_size)
+    tables, slots = [], []
+    for group in range(len(kv.groups)):
+        table = block_tables(kv, group, [entry.seq_id for entry in batch], -(-longest // block_size))
+        tables.append(table)
+        slots.append(table[owner, column].astype(np.int64) * block_size + offset)
+    tokens = np.fromiter([token for entry in batch for token in entry.tokens], np.int64, total)
+    return RaggedBatch(
+        input_ids=tokens,
+        positions=positions,
+        query_starts=starts.astype(np.int32),
+        kv_lens=kv_lens.astype(np.int32),
+        slots=tuple(slots),
+        block_tables=tuple(tables),
+        logit_rows=_logit_rows(batch, starts),
+        max_query_len=int(counts.max()),
+        max_kv_len=longest,
+        state_rows=_state_rows(batch, starts) if any(map(num_states, batch)) else None,
+        adapters=owned[owner] if (owned := adapters_of(batch)) is not None else None,
+    )
+
+
+def adapters_of(batch: Sequence[Entry]) -> np.ndarray | None:
+    """Return each entry's adapter handle, [B] int64; None if no entry has an adapter."""
+    if not any(entry.adapter for entry in batch):
+        return None
+    return np.fromiter([entry.adapter for entry in batch], np.int64, len(batch))
+
+
+def block_tables(kv: KVCache, group: int, seq_ids: Sequence[int], width: int) -> np.ndarray:
+    """Return the sequences' block tables as rows, [len(seq_ids), width] int32, padded with 0."""
+    table = np.zeros((len(seq_ids), width), np.int32)
+    for row, seq_id in enumerate(seq_ids):
+        blocks = kv.block_table(group, seq_id)
+        table[row, : len(blocks)] = np.frombuffer(blocks, np.int32)
+    return table
+
+
+def _logit_rows(batch: Sequence[Entry], starts: np.ndarray) -> np.ndarray:
+    rows: list[int] = []
+    last, every = Logits.LAST, Logits.ALL
+    for entry, first, end in zip(batch, starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        if entry.logits is last:
+            rows.append(end - 1)
+        elif entry.logits is every:
+            rows.extend(range(first, end))
+    return np.array(rows, np.int64)
+
+
+def _state_rows(batch: Sequence[Entry], starts: np.ndarray) -> np.ndarray:
+    rows: list[int] = []
+    for entry, end in zip(batch, starts[1:].tolist(), strict=True):
+        rows.extend(range(end - num_states(entry), end))
+    return np.array(rows, np.int64)
+
+
+class RunLayout(Protocol):
+    """Lays out the steps of a run, one after another."""
+
+    def next(self, tokens: Sequence[int]) -> RaggedBatch:
+        """Return the next step's batch, after its blocks were reserved. The previous batch may change in place.
+
+        Args:
+            tokens: each sequence's input token.
+        """
+        ...
+
+    def keep(self, places: list[int]) -> None:
+        """Lay out the following steps for the sequences at these places only."""
+        ...
+
+
+def run_layout(kv: KVCache, batch: Sequence[Entry], max_steps: int) -> RunLayout:
+    """Choose the layout for a run of decode steps that begins with these entries; see `DecodeLayout`."""
+    # Lay out each step anew for groups with a window, which drop whole blocks.
+    if all(group.window is None for group in kv.groups):
+        return DecodeLayout(kv, batch, max_steps)
+    return FreshLayout(kv, batch)
+
+
+class FreshLayout:
+    """Lays out each step of a run anew; the arguments are those of `DecodeLayout`."""
+
+    def __init__(self, kv: KVCache, batch: Sequence[Entry]) -> None:
+        self._kv = kv
+        self._batch = batch
+        self._done = 0  # steps
+
+    def next(self, tokens: Sequence[int]) -> RaggedBatch:
+        """Lay out the next step's batch, after its blocks were reserved."""
+        batch = [
+            Entry(first.seq_id, (token,), first.n_past + self._done, adapter=first.adapter)
+            for first, token in zip(self._batch, tokens, strict=True)
+        ]
+        self._done += 1
+        return lay_out(batch, self._kv)
+
+    def keep(self, places: list[int]) -> None:
+        """See `RunLayout`."""
+        self._batch = [self._batch[place] for place in places]
+
+
+class DecodeLayout:
+    """Keeps one batch for a run of decode steps and changes it in place; only for groups without a window.
+
+    Args:
+        kv: holds the block tables.
+        batch: the first step's entries, of one token each.
+        max_steps: most steps of the run.
+    """
+
+    def __init__(self, kv: KVCache, batch: Sequence[Entry], max_steps: int) -> None:
+        self._kv = kv
+        self._seq_ids = seq_ids = [entry.seq_id for entry in batch]
+        n_past = [entry.n_past for entry in batch]
+        self._adapters = adapters_of(batch)
+        size = len(seq_ids)
+        self._tokens: npt.NDArray[np.int64] = np.empty(size, np.int64)
+        self._positions: npt.NDArray[np.int64] = np.array(n_past, np.int64) - 1
+        self._kv_lens: npt.NDArray[np.int32] = np.array(n_past, np.int32)
+        width = -(-(int(self._kv_lens.max()) + max_steps) // kv.block_size)
+        self._tables = [np.zeros((size, width), np.int32) for _ in kv.groups]
+        self._slots = [np.zeros(size, np.int64) for _ in kv.groups]
+        self._begun = False
+        self._fix()
+
+    def next(self, tokens: Sequence[int]) -> RaggedBatch:
+        """Update the batch for the next step, after its blocks were reserved."""
+        self._tokens[:] = tokens
+        self._positions += 1
+        self._kv_lens += 1
+        if self._begun:
+            for slots in self._slots:
+                slots += 1
+            self._enter_blocks()
+        else:
+            self._begun = True
+            self._fill()
+        longest = int(self._kv_lens.max())
+        return RaggedBatch(**self._fixed, max_query_len=1, max_kv_len=longest)  # type: ignore[arg-type]
+
+    def keep(self, places: list[int]) -> None:
+        """See `RunLayout`."""
+        self._seq_ids = [self._seq_ids[place] for place in places]
+        self._tokens, self._positions = self._tokens[places], self._positions[places]
+        self._kv_lens = self._kv_lens[places]
+        self._tables = [table[places] for table in self._tables]
+        self._slots = [slots[places] for slots in self._slots]
+        if self._adapters is not None:
+            self._adapters = self._adapters[places]
+        self._fix()
+
+    def _fix(self) -> None:
+        size = len(self._seq_ids)
+        self._fixed = {
+            "input_ids": self._tokens,
+            "positions": self._positions,
+            "query_starts": np.arange(size + 1, dtype=np.int32),
+            "kv_lens": self._kv_lens,
+            "slots": tuple(self._slots),
+            "block_tables": tuple(self._tables),
+            "logit_rows": np.arange(size),
+            "adapters": self._adapters,
+        }
+
+    def _fill(self) -> None:
+        column, offset = np.divmod(self._positions, self._kv.block_size)
+        rows = np.arange(len(self._seq_ids))
+        for group, (table, slots) in enumerate(zip(self._tables, self._slots, strict=True)):
+            table[:] = block_tables(self._kv, group, self._seq_ids, table.shape[1])
+            slots[:] = table[rows, column].astype(np.int64) * self._kv.block_size + offset
+
+    def _enter_blocks(self) -> None:
+        """Enter the new block of each sequence that has just reached a block's first position."""
+        block_size = self._kv.block_size
+        for row in np.flatnonzero(self._positions % block_size == 0).tolist():
+            column = int(self._positions[row]) // block_size
+            for group, (table, slots) in enumerate(zip(self._tables, self._slots, strict=True)):
+                block = self._kv.block_table(group, self._seq_ids[row])[column]
+                table[row, column] = block
+                slots[row] = block * block_size
+
 
 T = TypeVar("T")
 # Takes rows of logits, the largest of each row, and rows of hidden states if an entry asks for states.
@@ -171,7 +380,7 @@ class DecodeRun:
                 with_logits=any(state.reads_logits for state in states),
             )
             self.rows.n_past = self.rows.positions = positions
-            self._tokens = [_input(draw) for draw in draws]
+            self._tokens = [next_input(draw) for draw in draws]
             self._steps_left -= 1
             self._num_steps += 1
             for row, draw in zip(live, draws, strict=True):
@@ -227,7 +436,7 @@ class DecodeRun:
         drawn = self._forward(reservation, lambda: lay_out(batch, self._kv), read, with_logits=with_logits)
         rows.positions = [n + 1 for n in rows.n_past]
         rows.n_past = [n + len(draws) for n, draws in zip(rows.n_past, drawn, strict=True)]
-        self._tokens = [_input(draws[-1]) for draws in drawn]
+        self._tokens = [next_input(draws[-1]) for draws in drawn]
         self._steps_left -= 1
         self._layout = self._reservation = None  # the sequences have not moved on by one position each
         return drawn
@@ -287,7 +496,7 @@ class DecodeRun:
                 self._reservation.keep(self.rows.seq_ids)
 
 
-def _input(draw: Sampled | SampleFault) -> int:
+def next_input(draw: Sampled | SampleFault) -> int:
     """Return the next step's input token; 0 for a fault, as that sequence ends with this step."""
     return draw.token_id if isinstance(draw, Sampled) else 0
 
@@ -297,211 +506,3 @@ def _is_right(draws: Sequence[Sampled | SampleFault], draft: Sequence[int]) -> b
     newest = draws[-1]
     # guard: draws after a wrong draft do not count
     return len(draws) <= len(draft) and isinstance(newest, Sampled) and newest.token_id == draft[len(draws) - 1]
-
-
-def _depends(state: SamplerState) -> bool:
-    """Whether the next draw depends on the output so far, or is to be scored."""
-    return state.edits or state.params.logprobs is not None
-
-
-_UNKNOWN = 0  # a placeholder: the device fills in the token that it draws
-
-
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """A launched step, its rows of the run, and the positions of their draws."""
-
-    launched: Launched
-    rows: list[int]
-    positions: list[int]
-
-
-class OverlappedRun:
-    """Runs decode steps and launches each step before the previous one is read. It has DecodeRun's methods.
-
-    Call `close` before other code changes the sequences.
-
-    A penalty, a constraint or a log-probability depends on the tokens so far. Such rows are drawn again: a step's
-    forward runs while the host reads the tokens of the step before, and the host then launches these rows' draws.
-
-        host      launch N+1   wait for N   redraw N+1   launch N+2   wait for N+1   ...
-        device    [forward N+1             ][redraw    ][forward N+2              ]
-
-    A sequence that leaves may have a row in steps that are launched already. Its blocks are freed when they were read.
-
-    Args:
-        kv: holds the sequences.
-        runner: launches the steps.
-        batch: an entry of one token each.
-        states: each sequence's sampler; the caller updates it with each accepted token before the next step.
-        max_steps: most steps of this run.
-        rows: its rows, one for each entry.
-    """
-
-    verifies: ClassVar[Literal[False]] = False
-
-    def __init__(
-        self,
-        kv: KVCache,
-        runner: LaunchingRunner,
-        batch: Sequence[Entry],
-        states: Sequence[SamplerState],
-        max_steps: int,
-        rows: RunRows,
-    ) -> None:
-        assert all(len(entry.tokens) == 1 for entry in batch)
-        self._kv = kv
-        self._runner = runner
-        self.rows = rows  # of the step to be launched next
-        self._tokens = [entry.tokens[0] for entry in batch]  # every row's input of the step to be read next
-        self._layout = run_layout(kv, batch, max_steps)
-        self._reservation = kv.reserve_run(rows.seq_ids)
-        self._states = states
-        self._draws = DrawTable([state.params for state in states])
-        # A row may leave these, when it has its `min_tokens`; none joins them.
-        self._dependent = [row for row, state in enumerate(states) if _depends(state)]
-        self._steps_left = max_steps  # to be launched
-        self._num_launched = 0
-        self._ahead: _Flight | None = None
-        self._fault: Exception | None = None  # why no step could be launched ahead
-
-    @property
-    def is_ahead(self) -> bool:
-        """Whether a step is under way between two calls of `step`."""
-        return self._ahead is not None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether no step is left to read."""
-        return self._ahead is None and self._fault is None and not (self._steps_left and self.rows.live)
-
-    def step(self, *, ahead: bool = True) -> list[Sampled | SampleFault | None]:
-        """Evaluate every sequence's newest token and draw the next; a sequence that has left has no draw.
-
-        Args:
-            ahead: whether the next step may be launched, too.
-
-        Raises:
-            BatchError, OutOfBlocks: as `Context.eval`; nothing was changed, and the run is over.
-            DeviceFault: the device failed, and the context with it.
-        """
-        if self._fault is not None:
-            raise self._fault
-        drawn: list[Sampled | SampleFault | None] = [None] * len(self._tokens)
-        flight = self._ahead or self._launch(None)
-        self._ahead = None
-        if flight is None:
-            self.rows.free()
-            return drawn
-        # Commit now: the host knows this step's input tokens, and the device fills the blocks before any later launch
-        # can read them.
-        self._reservation.tokens = [self._tokens[row] for row in flight.rows]
-        self._reservation.commit()
-        # Before the next step is launched: it reads these rows' tokens.
-        redrawn = self._redraw(flight)
-        if ahead and self._steps_left:
-            try:
-                self._ahead = self._launch(flight)
-            except Exception as error:
-                self._fault = error  # raised by the next call, as this step's tokens must be returned first
-        self.rows.positions = flight.positions
-        tokens = self._tokens
-        for row, token in zip(flight.rows, _read(flight), strict=True):
-            drawn[row] = SampleFault(NOT_FINITE) if token is None else Sampled(token)
-            # A sequence without a token ends with this step; the device also uses 0 for it.
-            tokens[row] = token or 0
-        for rows, results in redrawn:
-            for row, result in zip(rows, results(), strict=True):
-                drawn[row] = result
-                tokens[row] = _input(result)
-        # The last step of a row that has left was read, and the step under way was launched without the row.
-        self.rows.free()
-        return drawn
-
-    def leave(self, row: int) -> None:
-        """See `DecodeRun.leave`; a step under way still has a draw of this row."""
-        self.rows.leave(row)
-
-    def freed(self) -> list[int]:
-        """See `DecodeRun.freed`."""
-        freed, self.rows.freed = self.rows.freed, []
-        return freed
-
-    def close(self) -> None:
-        """Wait for the step under way and roll it back, so that other sequences may take its blocks.
-
-        Raises:
-            DeviceFault: as `step`.
-        """
-        flight, self._ahead = self._ahead, None
-        if flight is not None:
-            try:
-                _read(flight)
-            finally:
-                # guard: the step under way is undone
-                self._reservation.rollback()
-
-    def _redraw(self, flight: _Flight) -> "list[tuple[list[int], Callable[[], list[Sampled | SampleFault]]]]":
-        """Launch the draws of the rows that need the host; returns these rows, and functions that read them."""
-        if not self._dependent:
-            return []
-        places = {row: place for place, row in enumerate(flight.rows)}
-        rows = self._dependent = [row for row in self._dependent if row in places and _depends(self._states[row])]
-        if not rows:
-            return []
-        try:
-            return [(rows, self._redrawn(flight, rows, places).results)]
-        except Exception:
-            # guard: a sampler's fault is its row's, in an overlapped step too
-            return [([row], self._redrawn_alone(flight, row, places)) for row in rows]
-
-    def _redrawn(self, flight: _Flight, rows: list[int], places: dict[int, int]) -> Redrawn:
-        states, at = [self._states[row] for row in rows], [places[row] for row in rows]
-        return flight.launched.redraw(at, states, [flight.positions[place] for place in at])
-
-    def _redrawn_alone(
-        self, flight: _Flight, row: int, places: dict[int, int]
-    ) -> "Callable[[], list[Sampled | SampleFault]]":
-        try:
-            return self._redrawn(flight, [row], places).results
-        except Exception as error:
-            fault = SampleFault(f"choosing a token failed: {error!r}")
-            return lambda: [fault]
-
-    def _launch(self, after: _Flight | None) -> _Flight | None:
-        """Launch the next step, behind the step `after` or with tokens that the host knows; None if no row is left."""
-        rows = self.rows
-        places = rows.narrow(self._num_launched)
-        if not rows.live:
-            return None
-        if places is not None:
-            self._layout.keep(places)
-            self._draws.keep(places)
-            self._reservation.keep(rows.seq_ids)
-        tokens = [_UNKNOWN] * len(rows.live) if after is not None else [self._tokens[row] for row in rows.live]
-        reservation = self._kv.reserve_step(self._reservation, tokens)
-        positions = [n_past + 1 for n_past in rows.n_past]
-        try:
-            for group, pairs in enumerate(reservation.copies):
-                if pairs:
-                    self._runner.copy_blocks(group, pairs)
-            launched = self._runner.launch(
-                self._layout.next(tokens),
-                self._draws.at(positions),
-                None if after is None else after.launched,
-                None if after is None else places,
-            )
-        except BaseException:
-            reservation.rollback()
-            raise
-        rows.n_past = positions
-        self._steps_left -= 1
-        self._num_launched += 1
-        return _Flight(launched, rows.live, positions)
-
-
-def _read(flight: _Flight) -> list[int | None]:
-    try:
-        return flight.launched.wait()
-    except Exception as error:
-        raise DeviceFault(f"the device failed in a decode step: {error}") from error

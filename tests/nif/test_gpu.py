@@ -297,7 +297,7 @@ def test_h15_steps_that_are_held_up_are_not_written_over(gpu_model: Any, graphed
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_h15_a_run_whose_steps_overlap_draws_what_single_steps_draw(gpu_model: Any, family: str, graphed: bool) -> None:
     from genbatch.nif.context import Context
-    from genbatch.nif.context.runs import OverlappedRun
+    from genbatch.nif.context.overlapped_run import OverlappedRun
     from genbatch.nif.engine_options import GraphOptions
     from genbatch.nif.runner import Entry
     from genbatch.nif.runners.triton_runner import TritonRunner

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from genbatch.nif.context import Context
-from genbatch.nif.context.runs import OverlappedRun
+from genbatch.nif.context.overlapped_run import OverlappedRun
 from genbatch.nif.errors import DeviceFault, OutOfBlocks
 from genbatch.nif.models.loaded_model import Model
 from genbatch.nif.runner import Entry

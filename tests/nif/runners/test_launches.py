@@ -10,7 +10,7 @@ import torch
 import triton
 
 from genbatch.nif.context import Context
-from genbatch.nif.context.runs import OverlappedRun
+from genbatch.nif.context.overlapped_run import OverlappedRun
 from genbatch.nif.engine_options import GraphOptions
 from genbatch.nif.errors import BatchError
 from genbatch.nif.runner import BatchLimits, Entry, Logits, RaggedBatch, Rows

@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig
 
 from genbatch.nif.context import Context
-from genbatch.nif.context.runs import OverlappedRun
+from genbatch.nif.context.overlapped_run import OverlappedRun
 from genbatch.nif.engine_options import GraphOptions
 from genbatch.nif.kernels.elementwise import copy_blocks
 from genbatch.nif.runner import Content, Entry, Logits, LoraAdapter, LoraLinear
