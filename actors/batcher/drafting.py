@@ -9,7 +9,7 @@ from a draft model (nif/context/draft_model.py), the model's own multi-token hea
 an assistant (nif/context/assistant.py). Each sequence takes the best of these sources. A draft costs rows of a forward,
 and each right token saves a step. Both are measured. A lookup guesses every token, drafted or not, which costs no
 forward. The hit rates of a grammar, a draft model and a head are known from their verified drafts. The cost of a row
-comes from the learned step time (actors/scheduling/step_time.py). So drafting begins where it pays and ends where it
+comes from the learned step time (actors/scheduling/plan.py). So drafting begins where it pays and ends where it
 does not. All of this runs on the model's thread.
 """
 
@@ -18,8 +18,7 @@ from itertools import takewhile
 from math import inf
 
 from genbatch.actors.batcher.generation import Generation
-from genbatch.actors.scheduling.plan import StepWork
-from genbatch.actors.scheduling.step_time import StepTimeModel
+from genbatch.actors.scheduling.plan import StepTimeModel, StepWork
 from genbatch.nif.context.drafters import DRAFTED_SEQUENCES, Drafted, Drafter
 from genbatch.nif.sampling.prompt_lookup import PromptLookup
 from genbatch.nif.sampling.sampler import Sampled, SampleFault

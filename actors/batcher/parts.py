@@ -27,9 +27,8 @@ from genbatch.actors.batcher.stepper import StepCommit, Stepper
 from genbatch.actors.batcher.thinking import Thinking
 from genbatch.actors.runtime.actor import Exit, GenServer, Reason, Timer
 from genbatch.actors.runtime.worker import Worker
-from genbatch.actors.scheduling.plan import RehearsedStep, StepWork
+from genbatch.actors.scheduling.plan import RehearsedStep, StepTimeModel, StepWork
 from genbatch.actors.scheduling.request import FairShare
-from genbatch.actors.scheduling.step_time import StepTimeModel
 from genbatch.nif.context import Context
 from genbatch.nif.context.engine import Engine
 from genbatch.nif.cuda_device import memory_of

@@ -20,7 +20,15 @@ from typing import cast
 from genbatch.actors.batcher.options import BatcherOptions
 from genbatch.actors.batcher.requests import HeldPrompt, Planned, Sequence, Slotted, slotted
 from genbatch.actors.batcher.slots import TURN_TOKENS, HeldPrompts, Slots, waiting_key
-from genbatch.actors.scheduling.plan import BatchingType, PromptBudget, StepLimits, StepWork, forwards, prompt_budget
+from genbatch.actors.scheduling.plan import (
+    BatchingType,
+    PromptBudget,
+    StepLimits,
+    StepTimeModel,
+    StepWork,
+    forwards,
+    prompt_budget,
+)
 from genbatch.actors.scheduling.request import Blocks, KVResources, LlmRequest, Phase, RequestList, total
 from genbatch.actors.scheduling.scheduler import (
     DEFAULT_MARGIN,
@@ -31,7 +39,6 @@ from genbatch.actors.scheduling.scheduler import (
     build_scheduler,
     normalize_output,
 )
-from genbatch.actors.scheduling.step_time import StepTimeModel
 from genbatch.nif.kv.kv_cache import Beginning, KVCache
 from genbatch.nif.runner import LayerGroup
 

@@ -27,9 +27,8 @@ from genbatch.actors.batcher.open_requests import BatchState
 from genbatch.actors.batcher.requests import Evaluated, Planned
 from genbatch.actors.batcher.slots import SwapFault, run_copies, waiting_key
 from genbatch.actors.runtime.worker import Worker
-from genbatch.actors.scheduling.plan import StepWork
+from genbatch.actors.scheduling.plan import StepTimeModel, StepWork
 from genbatch.actors.scheduling.request import Phase
-from genbatch.actors.scheduling.step_time import StepTimeModel
 from genbatch.nif.context import Context
 from genbatch.nif.context.overlapped_run import OverlappedRun
 from genbatch.nif.context.runs import DecodeRun

@@ -4,17 +4,21 @@
     measured = fit_step_time(json.loads(Path("w5.json").read_text()))
     measured.time.seconds(StepWork(decodes=16, keys=16 * 500))
 
-A running service learns the same costs: `actors/scheduling/step_time.py` fits them.
+A running service learns the same costs step by step (`StepTimeModel`).
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from genbatch.actors.scheduling.plan import StepTime, StepWork
-from genbatch.actors.scheduling.step_time import fit
+import numpy as np
+from numpy.typing import NDArray
+
+from genbatch.actors.scheduling.plan import COSTS, StepTime, StepWork
+
+Vector = NDArray[np.float64]
 
 # The default number of prompt tokens in one step while no sequence decodes.
 STEP_TOKENS = 512
@@ -128,3 +132,26 @@ class _Run:
             prefill=self.tokens,
             prefill_keys=self.tokens * self.context / 2,
         )
+
+
+def fit(measured: Sequence[tuple[StepWork, float]]) -> StepTime:
+    """Return the costs that come nearest to measurements, which are enough to tell the costs apart."""
+    seconds = np.array([taken for _, taken in measured])
+    rows = np.array([work.row() for work, _ in measured], float) / seconds[:, None]
+    costs = least_squares(rows, np.ones(len(measured)))
+    return StepTime(**dict(zip(COSTS, costs, strict=True)))
+
+
+def least_squares(columns: Vector, targets: Vector) -> list[float]:
+    """Return the least squares with no factor below 0: drop a column with a negative factor, and fit the rest anew."""
+    kept = [place for place in range(columns.shape[1]) if columns[:, place].any()]
+    sizes = np.abs(columns).max(axis=0)
+    factors = [0.0] * columns.shape[1]
+    while kept:
+        solution, *_ = np.linalg.lstsq(columns[:, kept] / sizes[kept], targets, rcond=None)
+        if (solution >= 0).all() or len(kept) == 1:
+            for place, factor in zip(kept, solution, strict=True):
+                factors[place] = max(0.0, float(factor / sizes[place]))
+            break
+        del kept[int(solution.argmin())]
+    return factors

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from genbatch.actors.batcher import drafting
 from genbatch.actors.batcher.drafting import DraftCosts, RunDrafts
 from genbatch.actors.batcher.generation import Generation
-from genbatch.actors.scheduling.plan import StepWork
-from genbatch.actors.scheduling.step_time import StepTimeModel
+from genbatch.actors.scheduling.plan import StepTimeModel, StepWork
 from genbatch.nif.sampling import prompt_lookup
 from genbatch.nif.sampling.prompt_lookup import PromptLookup
 from genbatch.nif.sampling.sampler import Sampled, SampleFault

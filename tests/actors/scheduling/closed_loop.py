@@ -11,10 +11,9 @@ import heapq
 from dataclasses import dataclass, field
 from random import Random
 
-from genbatch.actors.scheduling.plan import StepLimits, StepTime, StepWork, prompt_budget
+from genbatch.actors.scheduling.plan import StepLimits, StepTime, StepTimeModel, StepWork, prompt_budget
 from genbatch.actors.scheduling.request import LlmRequest, Phase
 from genbatch.actors.scheduling.scheduler import FIFOScheduler, SchedulerOutput, normalize_output
-from genbatch.actors.scheduling.step_time import StepTimeModel
 from tests.actors.scheduling.real_blocks import request
 
 PROMPT_TOKENS, OUTPUT_TOKENS, ANSWERS_EACH = 110, 64, 6

@@ -14,12 +14,12 @@ from genbatch.actors.scheduling.plan import (
     PromptBudget,
     StepLimits,
     StepTime,
+    StepTimeModel,
     StepWork,
     prompt_budget,
 )
 from genbatch.actors.scheduling.request import LlmRequest, Phase
 from genbatch.actors.scheduling.scheduler import FIFOScheduler, SchedulerOutput, normalize_output
-from genbatch.actors.scheduling.step_time import StepTimeModel
 from tests.actors.scheduling.closed_loop import closed_loop, decode_work, prompt_work
 from tests.actors.scheduling.real_blocks import decoding, prefilling, request
 

@@ -5,8 +5,8 @@ import random
 import numpy as np
 import pytest
 
-from genbatch.actors.scheduling.plan import COSTS, StepTime, StepWork
-from genbatch.actors.scheduling.step_time import StepTimeModel, fit, least_squares
+from genbatch.actors.scheduling.plan import COSTS, StepTime, StepTimeModel, StepWork
+from genbatch.clients.plan.step_time import fit, least_squares
 
 MACHINE = StepTime(base=3e-3, decode=8e-4, key=1e-7, prefill=6e-4, prefill_key=1e-7, prompt=2e-4, draft=7e-4)
 ONE, EIGHT = StepWork(decodes=1, keys=300), StepWork(decodes=8, keys=8 * 300)
