@@ -284,7 +284,7 @@ class TextIntake(Generic[Asked]):
         room = longest(longest_text, 1, len(longest_text) + 1, shares=False) - 1
         if room < len(longest_text):
             place = texts.index(longest_text)
-            limit = f"has {len(longest_text)} tokens, the KV cache has room for {max(0, room)} of one text"
+            limit = f"has {len(longest_text)} tokens; the KV cache has room for {max(0, room)} of one text"
             raise PromptTooLong(limit, field=self.field(request.params, place))
         ageing_s = self._options.priority_ageing_s
         key = prefix_key(request.tenant)
@@ -345,7 +345,7 @@ class EmbedIntake(TextIntake[EmbedRequest]):
             if not tokens:
                 raise InvalidRequest(self.field(request, place), "is empty")
             if len(tokens) > self.max_tokens:
-                limit = f"has {len(tokens)} tokens, {self._model.name} reads {self.max_tokens} of a text"
+                limit = f"has {len(tokens)} tokens; {self._model.name} reads at most {self.max_tokens} of a text"
                 raise PromptTooLong(limit, field=self.field(request, place))
             tokenized.append(tokens)
         return tokenized
@@ -409,7 +409,7 @@ class ScoreIntake(TextIntake[ScoreRequest]):
             if not tokens:
                 raise InvalidRequest(self.field(request, place), "is empty")
             if len(tokens) > self.max_tokens:
-                limit = f"has {len(tokens)} tokens with its query, {self._model.name} reads {self.max_tokens} of a text"
+                limit = f"has {len(tokens)} tokens with its query; {self._model.name} reads at most {self.max_tokens}"
                 raise PromptTooLong(limit, field=self.field(request, place))
             tokenized.append(tokens)
         return tokenized

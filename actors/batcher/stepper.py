@@ -162,7 +162,7 @@ class RunAhead:
         while True:
             while self._leaving:
                 index = self._leaving.popleft()
-                run.leave(index)
+                run.rows.leave(index)
                 left.add(index)
             try:
                 decoded = self._step(run, heeding, ahead=not ends)
@@ -214,7 +214,7 @@ class RunAhead:
             draw = drawn[index]
             if draw is not None and not draw.failed:
                 sampler.accept(draw.token_id)
-        return Decoded(self, [drawn], run_work(run), guessing_s, run.freed())
+        return Decoded(self, [drawn], run_work(run), guessing_s, run.rows.take_freed())
 
 
 def generations(batch: list[Planned]) -> list[Generation]:

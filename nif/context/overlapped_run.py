@@ -130,15 +130,6 @@ class OverlappedRun:
         self.rows.free()
         return drawn
 
-    def leave(self, row: int) -> None:
-        """See `DecodeRun.leave`; a step under way still has a draw of this row."""
-        self.rows.leave(row)
-
-    def freed(self) -> list[int]:
-        """See `DecodeRun.freed`."""
-        freed, self.rows.freed = self.rows.freed, []
-        return freed
-
     def close(self) -> None:
         """Wait for the step under way and roll it back, so that other sequences may take its blocks.
 

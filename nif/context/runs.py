@@ -104,23 +104,7 @@ def _state_rows(batch: Sequence[Entry], starts: np.ndarray) -> np.ndarray:
     return np.array(rows, np.int64)
 
 
-class RunLayout(Protocol):
-    """Lays out the steps of a run, one after another."""
-
-    def next(self, tokens: Sequence[int]) -> RaggedBatch:
-        """Return the next step's batch, after its blocks were reserved. The previous batch may change in place.
-
-        Args:
-            tokens: each sequence's input token.
-        """
-        ...
-
-    def keep(self, places: list[int]) -> None:
-        """Lay out the following steps for the sequences at these places only."""
-        ...
-
-
-def run_layout(kv: KVCache, batch: Sequence[Entry], max_steps: int) -> RunLayout:
+def run_layout(kv: KVCache, batch: Sequence[Entry], max_steps: int) -> "DecodeLayout | FreshLayout":
     """Choose the layout for a run of decode steps that begins with these entries; see `DecodeLayout`."""
     # Lay out each step anew for groups with a window, which drop whole blocks.
     if all(group.window is None for group in kv.groups):
@@ -137,7 +121,7 @@ class FreshLayout:
         self._done = 0  # steps
 
     def next(self, tokens: Sequence[int]) -> RaggedBatch:
-        """Lay out the next step's batch, after its blocks were reserved."""
+        """Lay out the next step's batch, with each sequence's input token, after its blocks were reserved."""
         batch = [
             Entry(first.seq_id, (token,), first.n_past + self._done, adapter=first.adapter)
             for first, token in zip(self._batch, tokens, strict=True)
@@ -146,7 +130,7 @@ class FreshLayout:
         return lay_out(batch, self._kv)
 
     def keep(self, places: list[int]) -> None:
-        """See `RunLayout`."""
+        """Lay out the following steps for the sequences at these places only."""
         self._batch = [self._batch[place] for place in places]
 
 
@@ -175,7 +159,7 @@ class DecodeLayout:
         self._fix()
 
     def next(self, tokens: Sequence[int]) -> RaggedBatch:
-        """Update the batch for the next step, after its blocks were reserved."""
+        """Change the batch in place for the next step, and return it; see `FreshLayout`."""
         self._tokens[:] = tokens
         self._positions += 1
         self._kv_lens += 1
@@ -190,7 +174,7 @@ class DecodeLayout:
         return RaggedBatch(**self._fixed, max_query_len=1, max_kv_len=longest)  # type: ignore[arg-type]
 
     def keep(self, places: list[int]) -> None:
-        """See `RunLayout`."""
+        """See `FreshLayout`."""
         self._seq_ids = [self._seq_ids[place] for place in places]
         self._tokens, self._positions = self._tokens[places], self._positions[places]
         self._kv_lens = self._kv_lens[places]
@@ -267,7 +251,7 @@ class RunRows:
         self.seq_ids = [entry.seq_id for entry in batch]  # of the live rows, as are `n_past`
         self.n_past = [entry.n_past for entry in batch]
         self.positions = self.n_past  # of the draws of the step that was read last
-        self.freed: list[int] = []  # rows that hold no blocks any more
+        self._freed: list[int] = []
         self._remove = remove
         self._all_ids = self.seq_ids
         self._num_draws = num_draws
@@ -276,8 +260,13 @@ class RunRows:
         self._holding: set[int] = set()  # rows that have left and still hold blocks
 
     def leave(self, row: int) -> None:
-        """Take a row out of the following steps."""
+        """Take a row out of the following steps. A launched step may still have a draw of it."""
         self._leaving.add(row)
+
+    def take_freed(self) -> list[int]:
+        """Return the rows that were freed since the last call, and hold no blocks any more."""
+        freed, self._freed = self._freed, []
+        return freed
 
     def narrow(self, num_steps: int) -> list[int] | None:
         """Let rows leave after `num_steps` steps; return the places of those that stay, None if all of them stay."""
@@ -304,7 +293,7 @@ class RunRows:
         """Free the blocks of the rows that have left. No step under way may have such a row."""
         for row in sorted(self._holding):
             self._remove(self._all_ids[row])
-        self.freed += sorted(self._holding)
+        self._freed += sorted(self._holding)
         self._holding.clear()
 
 
@@ -312,7 +301,7 @@ class DecodeRun:
     """Runs decode steps one after another. `OverlappedRun` has the same methods and launches one step ahead.
 
     No other code may change these sequences before `close`. A sequence leaves the run after its last token, or by
-    `leave`. The run then frees its blocks, and goes on with the others.
+    `rows.leave`. The run then frees its blocks, and goes on with the others.
 
     Args:
         kv: holds the sequences.
@@ -343,7 +332,7 @@ class DecodeRun:
         self._num_steps = 0
         self.rows = rows
         self._tokens = [entry.tokens[0] for entry in batch]  # of the live rows
-        self._layout: RunLayout | None = None
+        self._layout: DecodeLayout | FreshLayout | None = None
         self._reservation: RunReservation | None = None
 
     @property
@@ -388,15 +377,6 @@ class DecodeRun:
             self._narrow()
         self.rows.free()
         return drawn
-
-    def leave(self, row: int) -> None:
-        """Take a sequence out of the following steps; `freed` has its row once it holds no blocks."""
-        self.rows.leave(row)
-
-    def freed(self) -> list[int]:
-        """Return the rows of the batch whose sequences were freed since the last call."""
-        freed, self.rows.freed = self.rows.freed, []
-        return freed
 
     def has_room(self, drafts: Sequence[Sequence[int]]) -> bool:
         """Whether the pool has enough blocks to verify these drafts."""

@@ -245,13 +245,13 @@ def test_a_run_goes_on_without_the_sequences_that_leave_it(tiny_model: TinyModel
         run = context.decode_run(entries, states, max_steps=STEPS, num_draws=num_draws)
         for step in range(STEPS):
             if leave and step == 9:
-                run.leave(0)
+                run.rows.leave(0)
             for tokens, state, draw in zip(drawn[leave], states, run.step(), strict=True):
                 if isinstance(draw, Sampled):
                     state.accept(draw.token_id)
                     tokens.append(draw)
             if leave:
-                assert run.freed() == {5: [2], 9: [0], STEPS - 1: [1, 3]}.get(step, [])
+                assert run.rows.take_freed() == {5: [2], 9: [0], STEPS - 1: [1, 3]}.get(step, [])
             context.kv.check_integrity()
         assert run.is_over
         assert (context.kv.counts().used == 0) == leave
@@ -274,7 +274,7 @@ def test_a_native_run_that_sequences_leave_has_the_bits_of_each_sequence_alone(n
     together: list[list[Sampled]] = [[], [], [], []]
     while not run.is_over:
         if len(together[0]) == 7:
-            run.leave(0)
+            run.rows.leave(0)
         for draws, state, draw in zip(together, states, run.step(), strict=True):
             if isinstance(draw, Sampled):
                 state.accept(draw.token_id)

@@ -357,7 +357,7 @@ def test_h15_a_run_draws_the_same_without_the_rows_that_leave(gpu_model: Any, gr
         drawn: list[list[Any]] = [[] for _ in range(6)]
         for step in range(40):
             if num_draws is not None and step == 25:
-                run.leave(3)
+                run.rows.leave(3)
             for tokens, draw in zip(drawn, run.step(), strict=True):
                 if draw is not None:
                     tokens.append(draw)

@@ -367,11 +367,11 @@ def test_a_run_goes_on_without_the_sequences_that_leave_it(
     freed: dict[int, int] = {}
     for step in range(STEPS):
         if step in TAKEN_OUT:
-            run.leave(TAKEN_OUT[step])
+            run.rows.leave(TAKEN_OUT[step])
         for tokens, draw in zip(drawn, run.step(), strict=True):
             if draw is not None:
                 tokens += ids([draw])
-        freed |= dict.fromkeys(run.freed(), step)
+        freed |= dict.fromkeys(run.rows.take_freed(), step)
         context.kv.check_integrity()
         lengths = [context.kv.length(seq_id) for seq_id in range(4)]
         assert [length == 0 for length in lengths] == [seq_id in freed for seq_id in range(4)]
@@ -389,12 +389,12 @@ def test_the_blocks_of_a_sequence_that_leaves_are_kept_while_a_step_under_way_wr
     context, _ = begin(tiny_model("llama"), GREEDY)
     run = start(context, GREEDY)
     run.step()
-    run.leave(3)
+    run.rows.leave(3)
     with pytest.raises(AssertionError, match="that writes to 3"):
         context.seq_rm(3)
     used = context.kv.counts().used
     run.step()  # reads the step that was under way; the one under way now has no row of the sequence
-    assert run.freed() == [3]
+    assert run.rows.take_freed() == [3]
     assert context.kv.counts().used < used
     run.close()
     context.kv.check_integrity()
@@ -429,6 +429,6 @@ def test_a_run_whose_sequences_have_all_left_is_over(tiny_model: TinyModel) -> N
         assert not run.is_over
         run.step()
     assert run.is_over and runner.launches == 3
-    assert run.freed() == [3, 1, 0, 2]
+    assert run.rows.take_freed() == [3, 1, 0, 2]
     run.close()
     assert context.kv.counts().used == 0

@@ -164,7 +164,7 @@ async def test_a_document_that_is_too_long_is_refused_or_cut(
     oracle = ScoreOracle("bert", scorer_dir("bert"))
     long = "0123456789" * 20
     async with batcher(scorer("bert"), new_runner=runner_of, n_parallel=2) as bench:
-        with pytest.raises(PromptTooLong, match="reads 96 of a text") as refused:
+        with pytest.raises(PromptTooLong, match="reads at most 96") as refused:
             await score(bench, ["a", long], "query")
         assert refused.value.field == "documents[1]"
         found = await score(bench, [long], "query", truncate=True, raw_scores=True)

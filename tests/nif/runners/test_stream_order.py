@@ -97,7 +97,7 @@ def test_steps_whose_rows_leave_are_ordered(graphs: GraphOptions | None) -> None
         run = context.decode_run(entries, states, max_steps=40, num_draws=[40, 5, 40, 9])
         for step in range(40):
             if step == 20:
-                run.leave(0)
+                run.rows.leave(0)
             run.step()
         assert run.is_over
         run.close()
