@@ -130,7 +130,7 @@ class RunDrafts:
             modelled = [self._drafter.chance(drafted.key) for drafted in self._drafted]
         chances = [max(pair) for pair in zip(looked_up, modelled, strict=True)]
         # A step draws one token more than it drafts, and no sequence may draw more than its limit.
-        # guard: nobody's draft goes beyond its last token
+        # guard: drafts end at the last token
         most = [min(MAX_DRAFT, left - 1) for left in self._left]
         for index, tokens in enumerate(forced):
             if tokens is None:

@@ -236,7 +236,7 @@ class OpenRequests:
         if request.expires_at is not None:
             self._soonest = min(self._soonest, request.expires_at)
         if request.payer is not None:
-            # guard: what a client had elsewhere
+            # guard: tokens of a client at other replicas
             self._fair.owe(request.account, request.payer.served)
         self._fair.enter(request.account)
 

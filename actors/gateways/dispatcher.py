@@ -92,7 +92,7 @@ class Caller:
     @property
     def payer(self) -> str:
         """The account that its requests are charged to."""
-        # guard: share is the key's
+        # guard: share of the key
         return self.client if self.tenant is None else tenant_account(self.tenant)
 
 
@@ -308,7 +308,7 @@ class Dispatcher:
         request = _claimed(request, caller)
         payer = caller.payer
         if request.payer is not None:
-            # guard: who may say whom it asks for
+            # guard: payer that a caller claims
             if not self._of_fleet:
                 raise InvalidRequest("payer", "may be set only by the gateways of a fleet")
             payer = request.payer.name
@@ -369,7 +369,7 @@ def _claimed(request: Claimed, caller: Caller) -> Claimed:
     # guard: no other tenant's name
     if request.tenant:
         raise InvalidRequest("tenant", "is not the name of the key or token")
-    # guard: tenant is the key's
+    # guard: tenant of the key
     return msgspec.structs.replace(request, tenant=caller.tenant)
 
 

@@ -233,7 +233,7 @@ class ZeroMQGateway:
 
     def _listen(self) -> None:
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
-        # guard: no identity handed over
+        # guard: identities are not handed over
         self._socket.set(zmq.ROUTER_HANDOVER, 0)
         # guard: cap on a frame, ZeroMQ
         self._socket.set(zmq.MAXMSGSIZE, MAX_TRANSPORT_BYTES)

@@ -342,7 +342,7 @@ class FairShare:
         """Book a new open request of the client."""
         if client not in self._requests:
             least = min((self._served[other] for other in self._requests), default=self._last_left)
-            # guard: lift of who comes back
+            # guard: counter of a returning client
             self._served[client] = max(self.served(client), least)
         self._requests[client] = self._requests.get(client, 0) + 1
 

@@ -188,7 +188,7 @@ class GuaranteedNoEvictScheduler(CapacityScheduler):
             if needed <= available:
                 fitting.append(request)
                 available -= needed
-            # guard: what never fits
+            # guard: requests that never fit
             elif needed > max_blocks:
                 never_fitting.append(request)
             else:
@@ -261,7 +261,7 @@ class MaxUtilizationScheduler(CapacityScheduler):
         if self.pause_order is PauseOrder.OLDEST and not reset_blocks and not running[0].num_pauses:
             return 0
         # The first request is never paused, so the longest running one always completes.
-        # guard: the first is never paused
+        # guard: the first request is never paused
         newest_first = range(len(running) - 1, 0, -1)
         num_running = Counter(request.account for request in running)
         most = max(num_running[running[index].account] for index in newest_first)

@@ -261,7 +261,7 @@ class LoadedModels:
         for model in self.models.values():
             if model.phase is Residence.LOADED:
                 self._settle(model, now, plan)
-            # guard: a load that nobody waits for
+            # guard: a load without a waiting caller
             elif model.phase is Residence.LOADING and following is not None and not model.is_wanted:
                 model.phase = Residence.UNLOADING
                 plan.unload.append(model)
@@ -318,7 +318,7 @@ class LoadedModels:
                 self._admit(ticket)
             plan.settled += model.waiting
             model.waiting = []
-        # guard: never one with open requests
+        # guard: models with open requests stay
         if model.num_open:
             return
         expires_at = model.expires_at()

@@ -155,7 +155,7 @@ class OverlappedRun:
         try:
             return [(rows, self._redrawn(flight, rows, places).results)]
         except Exception:
-            # guard: a sampler's fault is its row's, in an overlapped step too
+            # guard: a sampler's fault fails its row alone, in an overlapped step too
             return [([row], self._redrawn_alone(flight, row, places)) for row in rows]
 
     def _redrawn(self, flight: _Flight, rows: list[int], places: dict[int, int]) -> Redrawn:

@@ -474,7 +474,7 @@ class Reservation:
         sequences, settle = self._tables.sequences, self._tables.settle
         shorter: list[KVSequence] = []
         reserved = [tokens for _, tokens, _ in self.steps]
-        # guard: tokens told at the commit
+        # guard: final tokens at the commit
         evaluated = reserved if self.evaluated is None else self.evaluated
         for (seq_id, _, _), most, tokens in zip(self.steps, reserved, evaluated, strict=True):
             sequence = sequences[seq_id]

@@ -281,7 +281,7 @@ def check_all_used(
             continue
         if name.endswith(".bias") and f"{name.removesuffix('bias')}weight" in used and _is_zero(weights, name):
             continue  # GPTQ's tools write one for every linear
-        # guard: tensors that nobody uses
+        # guard: unused tensors
         raise ModelError(
             source,
             f"its weights have {name}, for which the configuration has no place: number of layers, experts, or the "

@@ -61,7 +61,7 @@ def choose(
         return _choose_all(logits, largest, states, positions)
     except Exception:
         # A fault of one state must not fail the other rows' step.
-        # guard: a sampler's fault is its row's
+        # guard: a sampler's fault fails its row alone
         return _choose_each(logits, largest, states, positions)
 
 

@@ -34,7 +34,7 @@ ENGINE_GUARDS = (
         "an answer goes on after a token that was never drawn",
     ),
     Mutation(
-        "nobody's draft goes beyond its last token",
+        "drafts end at the last token",
         call_becomes("min", "{0}"),
         ("actors/batcher/test_draft_lengths.py::test_nobody_is_drafted_beyond_its_last_token",),
         "a sequence takes more blocks than it was promised",
@@ -196,13 +196,13 @@ ENGINE_GUARDS = (
         "a token is drawn from nothing",
     ),
     Mutation(
-        "a sampler's fault is its row's",
+        "a sampler's fault fails its row alone",
         replaced_by("raise"),
         ("actors/batcher/test_step_faults.py::test_a_sampler_that_raises_fails_its_own_request",),
         "one bad row costs all others their token",
     ),
     Mutation(
-        "a sampler's fault is its row's, in an overlapped step too",
+        "a sampler's fault fails its row alone, in an overlapped step too",
         replaced_by("raise"),
         (
             "nif/test_overlapped_run.py::"
@@ -223,7 +223,7 @@ ENGINE_GUARDS = (
         "blocks of a step that nobody will read are lost",
     ),
     Mutation(
-        "tokens told at the commit",
+        "final tokens at the commit",
         only_then,
         ("nif/test_overlapped_run.py::test_what_a_run_generated_is_found_again_by_content",),
         "somebody's prompt is taken for another text",

@@ -151,7 +151,7 @@ FILE_GUARDS = (
         "the first request stops the batcher",
     ),
     Mutation(
-        "tensors that nobody uses",
+        "unused tensors",
         dropped,
         (FILES + "test_a_tensor_that_nobody_would_use_is_refused_by_name",),
         "a damaged name changes the text without a word",

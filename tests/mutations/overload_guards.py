@@ -105,7 +105,7 @@ OVERLOAD_GUARDS = (
         "memory grows while a model loads",
     ),
     Mutation(
-        "a load that nobody waits for",
+        "a load without a waiting caller",
         never,
         (LOADED_MODELS + "test_a_load_that_nobody_waits_for_goes_on_until_another_model_is_wanted",),
         "a caller that left makes others wait",
@@ -117,7 +117,7 @@ OVERLOAD_GUARDS = (
         "models are loaded all the time and serve nobody",
     ),
     Mutation(
-        "never one with open requests",
+        "models with open requests stay",
         never,
         (LOADED_MODELS + "test_an_idle_model_is_unloaded_after_keep_alive_and_not_before",),
         "a model goes during an answer",
@@ -171,19 +171,19 @@ OVERLOAD_GUARDS = (
         "who asks most is served most",
     ),
     Mutation(
-        "lift of who comes back",
+        "counter of a returning client",
         call_becomes("max", "{0}"),
         ("actors/scheduling/test_fair_share.py::test_nobody_saves_up_a_claim_by_staying_away",),
         "a client saves up turns by staying away",
     ),
     Mutation(
-        "what a client had elsewhere",
+        "tokens of a client at other replicas",
         dropped,
         ("actors/batcher/test_overload.py::test_what_a_client_had_of_a_fleets_other_replicas_counts_here",),
         "who asks every replica has a share of each",
     ),
     Mutation(
-        "who may say whom it asks for",
+        "payer that a caller claims",
         never,
         (
             "actors/gateways/test_dispatcher.py"
@@ -198,7 +198,7 @@ OVERLOAD_GUARDS = (
         "the less urgent starve",
     ),
     Mutation(
-        "the first is never paused",
+        "the first request is never paused",
         argument_becomes("range", 1, "-1"),
         (
             "actors/scheduling/test_capacity.py::test_a_request_that_was_paused_twice_is_spared_while_there_is_another",
@@ -222,7 +222,7 @@ OVERLOAD_GUARDS = (
         "the newest is computed again and again",
     ),
     Mutation(
-        "what never fits",
+        "requests that never fit",
         never,
         ("actors/scheduling/test_capacity.py::test_s05_what_can_never_fit_is_reported_and_holds_nobody_back",),
         "one that never fits holds everybody back",

@@ -35,7 +35,7 @@ SECURITY_GUARDS = (
         "a revoked key's stream goes on",
     ),
     Mutation(
-        "no identity handed over",
+        "identities are not handed over",
         argument_becomes("set", 1, "1"),
         (
             ZEROMQ_SECURITY + "test_a_taken_identity_is_not_handed_over",
@@ -45,7 +45,7 @@ SECURITY_GUARDS = (
         "a stranger gets another's tokens",
     ),
     Mutation(
-        "tenant is the key's",
+        "tenant of the key",
         value_becomes("request"),
         (ZEROMQ_SECURITY + "test_a_client_with_a_key_on_the_list_is_served_in_its_own_name",),
         "a tenant's prompts are shared with nobody's",
@@ -57,7 +57,7 @@ SECURITY_GUARDS = (
         "a client uses another's share and prompts",
     ),
     Mutation(
-        "share is the key's",
+        "share of the key",
         only_then,
         ("actors/gateways/test_dispatcher.py::test_a_key_has_one_share_however_many_connections_it_has",),
         "more connections are a larger share",
