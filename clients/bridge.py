@@ -22,7 +22,7 @@ import outcome
 import sniffio
 import trio
 
-from genbatch.clients.interface import CallResult, Client, ClientClosed, SyncClient
+from genbatch.clients.interface import OTHER_READER, CallResult, Client, ClientClosed, ClientError, SyncClient
 from genbatch.proto.errors import GenbatchError
 from genbatch.proto.messages import GenerateRequest, Token
 
@@ -97,6 +97,8 @@ class AsyncioStream(ForeignStream):
 
     async def __anext__(self) -> Token:
         while not self.tokens and self.final is None:
+            if self._reader is not None and not self._reader.done():
+                raise ClientError(OTHER_READER)
             reader = self._reader = self._loop.create_future()
             if self.tokens or self.final is not None:  # they arrived before `changed` could see the reader
                 break

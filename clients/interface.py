@@ -74,6 +74,13 @@ from genbatch.proto.validation import check_type
 class ClientError(Exception):
     """Root of these errors."""
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # pickle itself would call the class with the message alone
+        return Exception.__new__, (type(self), *self.args), self.__dict__
+
+
+OTHER_READER = "another task reads this stream: one task reads a stream, and gives its tokens to others"
+
 
 class StreamNotEnded(ClientError):
     """A stream's result was read before its last token."""
@@ -512,6 +519,8 @@ class Client(ClientCalls):
     async def _run(self, call: Callable[..., Awaitable[T]], *args: Any) -> T:
         if self._thread is not None:
             return await self._thread.run(call, *args)
+        if not trio.lowlevel.in_trio_task():
+            raise ClientError("this client was opened on trio: use it in the tasks of that trio program only")
         return await call(*args)
 
     async def _ask(self, request: msgspec.Struct) -> Any:
@@ -631,7 +640,10 @@ class TokenStream(CallResult):
         if self.tokens or self.final is not None:
             await trio.lowlevel.checkpoint()
         while not self.tokens and self.final is None:
-            await self._reader  # this is a checkpoint already; another one would double the cost
+            try:
+                await self._reader  # this is a checkpoint already; another one would double the cost
+            except trio.BusyResourceError:
+                raise ClientError(OTHER_READER) from None
         if self.tokens:
             return self.tokens.popleft()
         self.unwrap()

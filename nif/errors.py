@@ -9,6 +9,10 @@ from importlib.metadata import PackageNotFoundError, requires
 class NativeError(Exception):
     """Root of the layer's errors."""
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # pickle itself would call the class with the message alone
+        return Exception.__new__, (type(self), *self.args), self.__dict__
+
 
 class ModelError(NativeError):
     """A model cannot be found, read or served; the message names the model and the reason."""

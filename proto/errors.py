@@ -32,6 +32,10 @@ class GenbatchError(Exception):
         self.field = field
         self.retry_after_ms = retry_after_ms
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # pickle itself would call the class with the message alone
+        return Exception.__new__, (type(self), *self.args), self.__dict__
+
     def to_wire(self) -> ErrorInfo:
         """Return the error's form on the wire."""
         return ErrorInfo(code=self.code, message=self.message, field=self.field, retry_after_ms=self.retry_after_ms)

@@ -1,12 +1,14 @@
 """`from genbatch import ...`: what it offers, and what it costs."""
 
 import ast
+import pickle
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
 from importlib import import_module
+from inspect import Parameter, signature
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,20 @@ def test_a_name_is_the_one_that_its_module_defines(name: str) -> None:
 
 def test_every_error_of_a_request_can_be_caught_by_its_public_name() -> None:
     assert {error.__name__ for error in CLASSES.values()} <= set(genbatch.__all__)
+
+
+ERRORS = [error for name in genbatch.__all__ if isinstance(error := getattr(genbatch, name), type)]
+ERRORS = [error for error in ERRORS if issubclass(error, Exception)]
+
+
+@pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
+def test_an_error_is_the_same_in_another_process(kind: type[Exception]) -> None:
+    """A pool of processes hands a worker's error to its parent, and one that cannot be read there ends the pool."""
+    parameters = [] if kind.__init__ is Exception.__init__ else signature(kind).parameters.values()
+    needed = [parameter for parameter in parameters if parameter.default is Parameter.empty]
+    error = kind(*(5 if parameter.annotation is int else f"the {parameter.name}" for parameter in needed))
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is kind and str(copy) == str(error) and vars(copy) == vars(error)
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

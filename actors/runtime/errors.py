@@ -4,6 +4,10 @@
 class ActorError(Exception):
     """The base class of the runtime's errors."""
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # pickle itself would call the class with the message alone
+        return Exception.__new__, (type(self), *self.args), self.__dict__
+
 
 class ActorDown(ActorError):
     """The actor is not running, or stopped before it replied.

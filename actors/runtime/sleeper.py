@@ -35,7 +35,10 @@ WAKE = Wake()
 
 
 class Sleeper:
-    """A place where one task at a time sleeps. Sleeping is a checkpoint; a wake after a cancellation is lost."""
+    """A place where one task at a time sleeps. Sleeping is a checkpoint; a wake after a cancellation is lost.
+
+    A second task that would sleep gets a `trio.BusyResourceError`.
+    """
 
     __slots__ = ("_message", "_task")
 
@@ -47,6 +50,8 @@ class Sleeper:
         coroutine.close()
 
     def __await__(self) -> Generator[Any, Any, None]:
+        if self._task is not None:
+            raise trio.BusyResourceError("another task sleeps here")
         self._task = trio.lowlevel.current_task()
         (yield self._message).unwrap()
 

@@ -1,16 +1,21 @@
 """open_batcher: the in-process client over the real tree."""
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
+import trio.testing
 
 from genbatch import open_batcher
 from genbatch.actors.scheduling.plan import SchedulerError
+from genbatch.clients.bridge import AsyncioStream
+from genbatch.clients.interface import ClientError, TokenStream
 from genbatch.nif.errors import ModelError, OptionError
 from genbatch.proto.errors import InvalidRequest
+from genbatch.proto.messages import Token
 from tests.actors import holding_scheduler
 from tests.actors.holding_scheduler import ENDLESS
 from tests.waiting import a_moment
@@ -122,3 +127,49 @@ async def test_h06_transformers_names_of_options_are_taken(tiny: str) -> None:
     with pytest.raises(SchedulerError, match="nosuch"):
         async with open_batcher(tiny, **{**OPTIONS, "scheduler_type": "nosuch"}):
             pass
+
+
+@pytest.mark.trio
+async def test_a_second_task_that_reads_a_stream_gets_an_error_and_the_first_its_tokens() -> None:
+    stream, token = TokenStream(), Token(token_id=5, text="a", index=0)
+    read: list[Token] = []
+    async with trio.open_nursery() as nursery:
+
+        async def read_one() -> None:
+            read.append(await anext(stream))
+
+        nursery.start_soon(read_one)
+        await trio.testing.wait_all_tasks_blocked()
+        with pytest.raises(ClientError, match="another task reads this stream"):
+            await anext(stream)
+        stream.push(token)
+    assert read == [token]
+
+
+def test_on_asyncio_a_second_reader_gets_an_error_too_and_a_cancelled_one_is_none() -> None:
+    async def main() -> None:
+        stream, token = AsyncioStream(), Token(token_id=5, text="a", index=0)
+        first = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        with pytest.raises(ClientError, match="another task reads this stream"):
+            await anext(stream)
+        first.cancel()
+        await asyncio.wait([first])
+        second = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        stream.push(token)
+        assert await second == token
+
+    asyncio.run(main())
+
+
+@pytest.mark.trio
+async def test_a_client_of_trio_refuses_a_caller_of_another_event_loop(tiny: str) -> None:
+    async with open_batcher(tiny, **OPTIONS) as batcher:
+
+        async def ask() -> Any:
+            return await batcher.generate("Hello", max_tokens=2)
+
+        with pytest.raises(ClientError, match="opened on trio"):
+            await trio.to_thread.run_sync(lambda: asyncio.run(ask()))
+        assert (await ask()).usage.completion_tokens
