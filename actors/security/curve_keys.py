@@ -179,7 +179,7 @@ def _load(path: Path) -> tuple[bytes, bytes | None]:
 
 
 def _read_server_key(path: Path) -> str:
-    for line in path.read_text().splitlines():
+    for line in path.read_text(encoding="utf-8-sig", errors="replace").splitlines():
         name, _, value = line.partition("=")
         if name.strip() == SERVER_KEY and _is_key(value.strip().encode()):
             return value.strip()

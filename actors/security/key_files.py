@@ -268,7 +268,8 @@ def _watch(path: Path) -> WatchedFile[dict[str, str]]:
 def _parse(path: Path) -> Parsed[dict[str, str]]:
     hashes: dict[str, str] = {}
     fault = None
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    # A line with other bytes than UTF-8 is named like any other wrong line.
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig", errors="replace").splitlines(), 1):
         match = _LINE.fullmatch(line.strip())
         if match is not None and match[1] not in hashes:
             hashes[match[1]] = match[2]

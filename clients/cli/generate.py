@@ -141,7 +141,7 @@ def _text_of(value: str, flag: str, is_text: bool) -> str:
     if is_text:
         return value
     try:
-        return written_path(value).read_text(encoding="utf-8")
+        return written_path(value).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise typer.BadParameter(f"{value} is not text in UTF-8", param_hint=flag) from None
     except OSError as error:

@@ -203,7 +203,7 @@ def _from_file(path: Path | None) -> dict[str, tuple[Any, str]]:
 def _toml(path: Path, option: str) -> tuple[dict[str, Any], str]:
     """Return the content of a TOML file, and its text."""
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8-sig")  # Windows programs begin a file with a byte order mark
         return tomllib.loads(text), text
     except OSError as error:
         raise OptionError(option, f"cannot read {path}: {error.strerror}") from error

@@ -57,7 +57,7 @@ def read_step_time(path: Path) -> MeasuredStepTime:
         StepTimeError: the file is no such report, or has too few runs.
     """
     try:
-        report = json.loads(path.read_text())
+        report = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise StepTimeError(f"{path}: {error.strerror}") from error
     except ValueError as error:

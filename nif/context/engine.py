@@ -328,7 +328,7 @@ def read_template(path: str) -> str | None:
     if not path:
         return None
     try:
-        template = written_path(path).read_text(encoding="utf-8")
+        template = written_path(path).read_text(encoding="utf-8-sig")
         check_template(template)
     except (OSError, UnicodeDecodeError, ChatTemplateError) as error:
         raise OptionError("chat_template", f"{path} is not a chat template: {error}") from error

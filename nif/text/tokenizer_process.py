@@ -175,7 +175,7 @@ def check_loading(directory: Path) -> None:
         TokenizerError: the tokenizer cannot be loaded, or loading takes too long.
     """
     try:
-        text = (directory / "tokenizer.json").read_text()
+        text = (directory / "tokenizer.json").read_text(encoding="utf-8")
         settings = json.loads(text)
     except (OSError, ValueError, RecursionError):
         return  # transformers will report the error
@@ -185,7 +185,7 @@ def check_loading(directory: Path) -> None:
     if not unchecked(settings):
         return
     try:
-        config = json.loads((directory / "tokenizer_config.json").read_text())
+        config = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         config = {}
     # guard: time to load a tokenizer with expressions of its own

@@ -1,11 +1,12 @@
 """The engine: which runner a model gets, how large its KV pool is, and which options are refused."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from genbatch.nif.context.engine import Engine, load_engine
+from genbatch.nif.context.engine import Engine, load_engine, read_template
 from genbatch.nif.engine_options import EngineOptions
 from genbatch.nif.errors import OptionError
 from genbatch.nif.models.loaded_model import Model
@@ -39,6 +40,12 @@ def test_an_option_that_cannot_be_honoured_is_named(tiny_model: TinyModel, optio
     with pytest.raises(OptionError) as caught:
         context(tiny_model("llama"), **{option: value})
     assert caught.value.option == option
+
+
+def test_a_template_from_windows_has_no_byte_order_mark_in_the_prompt(tmp_path: Path) -> None:
+    file = tmp_path / "template"
+    file.write_bytes(b"\xef\xbb\xbf{{ messages[0].content }}")
+    assert read_template(str(file)) == "{{ messages[0].content }}"
 
 
 def test_h14_graphs_on_a_cpu_are_refused_with_the_reason(tiny_model: TinyModel) -> None:

@@ -53,6 +53,16 @@ def test_a_change_of_the_file_counts_at_once(tmp_path: Path) -> None:
     assert (tokens.tenant(alice), tokens.tenant(bob)) == (None, "bob")
 
 
+def test_a_mark_of_windows_is_skipped_and_a_line_in_another_encoding_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.write_bytes(b"\xef\xbb\xbfalice " + hash_token("a").encode() + b"\r\n")
+    file.chmod(0o600)
+    assert TokenFile(file).tenant("a") == "alice"
+    file.write_bytes(file.read_bytes() + b"J\xe4ger 5\n")
+    with pytest.raises(KeyFileError, match="line 2 is no name and SHA-256"):
+        TokenFile(file)
+
+
 def test_an_unchanged_file_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = KeyStore(tmp_path)
     alice = store.new_token("alice")

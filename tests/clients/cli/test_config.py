@@ -49,6 +49,13 @@ def write(path: Path, text: str) -> str:
 # Layers
 
 
+def test_a_file_from_windows_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_bytes(b"\xef\xbb\xbfn_ctx = 1024\r\nn_parallel = 2\r\n")
+    said = shown("--config", str(file))
+    assert (said["n_ctx"]["value"], said["n_parallel"]["value"]) == (1024, 2)
+
+
 def test_a_flag_wins_over_a_variable_over_the_file_over_the_default(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from genbatch.proto.validation import Grammar, grammar_of
 
 def test_a_schema_a_grammar_and_a_regex_come_from_their_flags(tmp_path: Path) -> None:
     schema, grammar = tmp_path / "person.json", tmp_path / "answer.gbnf"
-    schema.write_text('{"const": "é"}', encoding="utf-8")
+    schema.write_text('{"const": "é"}', encoding="utf-8-sig")
     grammar.write_text('root ::= "yes"')
 
     def asked(flags: SamplingFlags) -> Grammar | None:
