@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from genbatch.nif.errors import ModelError
-from genbatch.nif.scoring import Scoring, read_json, read_object
+from genbatch.nif.json_files import read_json, read_object
+from genbatch.nif.scoring import Scoring
 
 LAST, MEAN, CLS, RANK = "last", "mean", "cls", "rank"
 KINDS = (LAST, MEAN, CLS)
@@ -120,7 +121,7 @@ def directory_pooling(model: str, directory: Path, config: Any) -> Pooling | Non
     prefix = _default_prompt(model, directory)
     if prefix and settings.get("include_prompt") is False:
         raise ModelError(model, "its pooling leaves its own prompt out (include_prompt), which is not served")
-    limits = read_object(model, directory / "sentence_bert_config.json")
+    limits = read_object(model, directory / "sentence_bert_config.json", optional=True)
     longest = limits.get("max_seq_length")
     return replace(
         plain_pooling(_OF_SENTENCE_TRANSFORMERS[modes[0]], config),
@@ -163,7 +164,7 @@ def _pooling_settings(model: str, directory: Path) -> tuple[dict[str, Any] | Non
     """Return the pooling's configuration, and whether its vectors are normalised."""
     path = directory / "modules.json"
     if not path.is_file():
-        settings = read_object(model, directory / "1_Pooling" / "config.json")
+        settings = read_object(model, directory / "1_Pooling" / "config.json", optional=True)
         return settings or None, False
     modules = read_json(model, path)
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
@@ -178,7 +179,7 @@ def _pooling_settings(model: str, directory: Path) -> tuple[dict[str, Any] | Non
     place = (directory / folder / "config.json").resolve()
     if not place.is_relative_to(directory.resolve()):
         raise ModelError(model, f"modules.json names the folder {folder!r}, which is outside the model's")
-    settings = read_object(model, place)
+    settings = read_object(model, place, optional=True)
     if not settings:
         raise ModelError(model, f"modules.json names a pooling, and {folder}/config.json is not there")
     return settings, "Normalize" in kinds
@@ -194,7 +195,7 @@ def _modes(settings: Mapping[str, Any]) -> list[str]:
 
 def _default_prompt(model: str, directory: Path) -> str:
     """Return the text that sentence-transformers puts before a text if its caller names no prompt."""
-    settings = read_object(model, directory / "config_sentence_transformers.json")
+    settings = read_object(model, directory / "config_sentence_transformers.json", optional=True)
     prompts, name = settings.get("prompts"), settings.get("default_prompt_name")
     if name is None or not isinstance(prompts, dict):
         return ""

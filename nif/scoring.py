@@ -9,7 +9,6 @@ of two tokens' logits behind the prompt. sentence-transformers' files name token
 activation is the one that its CrossEncoder and transformers' pipelines take.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from genbatch.nif.errors import ModelError
+from genbatch.nif.json_files import read_json, read_object
 
 if TYPE_CHECKING:
     from genbatch.nif.models.weight_source import WeightSource
@@ -93,7 +93,7 @@ def classifier_scoring(model: str, directory: Path, config: Any) -> Scoring:
         ModelError: its files want an activation that is not served.
     """
     labels = tuple(str(config.id2label.get(number, number)) for number in range(config.num_labels))
-    settings = read_object(model, directory / "config_sentence_transformers.json")
+    settings = read_object(model, directory / "config_sentence_transformers.json", optional=True)
     if _default_prompt(settings):
         raise ModelError(model, "it needs a prompt in front of every pair, which only chat templates support")
     if (activation := _named_activation(model, settings, config)) is None:
@@ -165,7 +165,9 @@ def token_scoring(model: str, directory: Path | None, config: Any, tokenizer: "T
     tokens = tuple(token for token in ids if isinstance(token, int) and 0 <= token < config.vocab_size)
     if not tokens or len(tokens) != len(ids):
         raise ModelError(model, f"it scores by the logits of the tokens {ids}, which are no tokens of its")
-    settings = {} if directory is None else read_object(model, directory / "config_sentence_transformers.json")
+    settings = (
+        {} if directory is None else read_object(model, directory / "config_sentence_transformers.json", optional=True)
+    )
     activation = _named_activation(model, settings, config) or SIGMOID
     return Scoring(labels=("relevance",), activation=activation, tokens=tokens, instruction=_default_prompt(settings))
 
@@ -179,7 +181,7 @@ def _logit_score(model: str, directory: Path) -> dict[str, Any] | None:
             place = (directory / str(module.get("path", "")) / "config.json").resolve()
             if not place.is_relative_to(directory.resolve()):
                 raise ModelError(model, f"modules.json names the folder {module.get('path')!r}, outside the model's")
-            return read_object(model, place)
+            return read_object(model, place, optional=True)
     return None
 
 
@@ -199,25 +201,3 @@ def _named_activation(model: str, settings: Mapping[str, Any], config: Any) -> s
 def _default_prompt(settings: Mapping[str, Any]) -> str:
     prompts, name = settings.get("prompts"), settings.get("default_prompt_name")
     return str(prompts.get(name) or "") if isinstance(prompts, dict) and name is not None else ""
-
-
-def read_object(model: str, path: Path) -> dict[str, Any]:
-    """Return a file's JSON object; empty if the file is missing."""
-    if not path.is_file():
-        return {}
-    config = read_json(model, path)
-    if not isinstance(config, dict):
-        raise ModelError(model, f"{path.name} is no JSON object")
-    return config
-
-
-def read_json(model: str, path: Path) -> Any:
-    """Return what a JSON file holds.
-
-    Raises:
-        ModelError: the file cannot be read.
-    """
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as fault:
-        raise ModelError(model, f"{path.name} cannot be read: {fault}") from fault

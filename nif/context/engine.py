@@ -397,7 +397,7 @@ def _described(options: EngineOptions, found: ModelSource, report: Progress) -> 
     def describe() -> Model | None:
         from genbatch.nif.models.model import describe_model
 
-        return describe_model(source, dtype=dtype, pooling=options.pooling, progress=report, found=found)
+        return describe_model(source, dtype=dtype, pooling=options.pooling, progress=report, resolved=found)
 
     if options.pooling:
         return describe()

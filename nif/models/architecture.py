@@ -1,7 +1,7 @@
 """Architecture: describes one model's architecture to the C kernels and the loader, as data.
 
-Neither the kernels nor the loader has a branch for any architecture. They read the places of the norms, the activation
-and the tensors' names from the description. nif/native/README.md tells how to add an architecture.
+Neither the kernels nor the loader has a branch for an architecture. They read the places of the norms, the activation
+and the tensors' names from the description. nif/native/README.md explains how to add an architecture.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 NONE, SHARED, PER_HEAD, WHOLE = range(4)
-"""Norms of queries and keys, as `enum qk_norm`: none, each head by the same weights, by its own, all heads as one."""
+"""Norms of queries and keys, as `enum qk_norm`: no norm; a norm of each head, with shared weights or with weights for
+each head; one norm over all heads."""
 
 ACTIVATIONS = {
     "silu": 0,
@@ -24,16 +25,16 @@ ACTIVATIONS = {
 """transformers' names of activations, as `enum activation`."""
 
 LINEAR_MODULES = ("torch.nn.", "transformers.models.")
-"""Where linears are defined that multiply by a matrix and do nothing else; a router may be one of transformers'."""
+"""Modules with classes of linears that only multiply by a matrix. transformers has some, for routers."""
 
 RECURRENT_KINDS = ("linear_attention", "mamba")
-"""transformers' `layer_types` that keep a state."""
+"""transformers' `layer_types` with a recurrent state."""
 
 BOTH = "hybrid"
-"""transformers' `layer_types` that attend and keep a state."""
+"""transformers' `layer_types` with attention and a recurrent state."""
 
 KEEP_NOTHING = ("mlp", "moe")
-"""transformers' `layer_types` that keep nothing of earlier positions."""
+"""transformers' `layer_types` that store nothing of earlier positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +42,14 @@ class Tensors:
     """The tensors' names, without ".weight" and ".bias"; None means that the model has no such tensor.
 
     Args:
-        layer: the beginning of a layer's names; {} is its number.
-        qkv: queries, keys and values, and the heads' gates if there are any; or one tensor of the first three.
-        gate_up: gates and ups, or one tensor of both; without gates the ups alone.
-        attention_norm, mlp_norm: of what goes in.
-        attention_post, mlp_post: of what comes out, before it is added to the residual.
-        scale: of one number that multiplies what a layer gives.
-        xielu: of the four numbers of "xielu": of squares, of exponentials, of the straight part, and the threshold.
-        in_files: parts of transformers' names and what files have in their place.
+        layer: the prefix of a layer's names; {} is the layer's number.
+        qkv: queries, keys and values, then the heads' gates if the layer has them; or one tensor for the first three.
+        gate_up: gates and ups, or one tensor for both; only ups if the MLP has no gates.
+        attention_norm, mlp_norm: the norms of the inputs.
+        attention_post, mlp_post: the norms of the outputs, before they are added to the residual.
+        scale: a number that multiplies a layer's output.
+        xielu: the four numbers of "xielu": for squares, exponentials and the linear part, and the threshold.
+        in_files: parts of transformers' names, each with the spelling in files.
     """
 
     embedding: str = "model.embed_tokens"
@@ -72,40 +73,40 @@ class Tensors:
     in_files: tuple[tuple[str, str], ...] = ()
 
     def stored(self, name: str, names: Collection[str]) -> str:
-        """Return a tensor's name in a source with these names; the given name if the source has no other."""
+        """Return a tensor's name in a source with these names; `name` itself if the source has no other spelling."""
         renamed = (name.replace(part, written) for part, written in self.in_files)
         return next((other for other in renamed if name not in names and other in names), name)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """A mixture of experts in the place of the MLP.
+    """A mixture of experts instead of the MLP.
 
     Args:
         count: experts of a layer.
-        chosen: how many a token takes.
-        intermediate: inner size of one.
-        normalised: whether the weights of those chosen sum to 1.
+        chosen: experts that a token uses.
+        intermediate: an expert's inner size.
+        normalised: whether the weights of a token's experts sum to 1.
         router: name of the router.
-        whole: names of gates and ups, and of downs, of all experts in one tensor each, [experts, outputs, inputs].
-        single: names of one expert's gates (if there are any), ups and downs; {} is its number.
-        stacked: the same of all experts. A source has one of the three forms.
-        transposed: whether `whole` is [experts, inputs, outputs], gates and ups taking turns.
-        layers: the layers that have experts; None: all.
-        shared: names of gates, ups and downs of the expert that every token takes; two where one has gates and ups, or
-            there are no gates.
-        shared_intermediate: inner size of that one; 0: there is none.
-        shared_gate: name of the row whose sigmoid is its weight; None: it weighs 1.
-        sigmoid: whether an expert's weight is the sigmoid of its score, and not its share of all.
-        correction: name of what is added to the weights while experts are chosen.
-        scale: of the weights of those chosen.
-        jitter: if not 0, experts are chosen one after another, each with a share of the scores that are left and lie
-            within twice this of it.
-        groups: groups of experts, and how many of them a token's experts come from.
-        scales: name of what multiplies each expert's weight.
-        own_norms: names of the norms of what the router reads (without ".weight"; times hidden_size ** -0.5), of what
-            the experts read, of their sum, and of what the MLP beside them gives; empty: there is no MLP beside them,
-            and router and experts read what an MLP would.
+        whole: names of two tensors for all experts, [experts, outputs, inputs]: gates with ups, and downs.
+        single: names of one expert's gates (if experts have gates), ups and downs; {} is the expert's number.
+        stacked: names of all experts' gates (if experts have gates), ups and downs. A source has one of three forms.
+        transposed: whether `whole` is [experts, inputs, outputs], where gates and ups alternate.
+        layers: the layers with experts; None means all layers.
+        shared: names of gates, ups and downs of the shared expert, which every token uses. These are two names if one
+            tensor has gates and ups, or if the expert has no gates.
+        shared_intermediate: the shared expert's inner size; 0 means that there is no shared expert.
+        shared_gate: name of the row for the shared expert's weight, a sigmoid; None means a weight of 1.
+        sigmoid: whether an expert's weight is the sigmoid of its score; else it is a softmax over all scores.
+        correction: name of the addend to the weights while experts are chosen.
+        scale: the factor of the chosen experts' weights.
+        jitter: if not 0, experts are chosen one after another. Each chosen expert's weight is a softmax over the scores
+            that are left and within twice `jitter` of the expert's score.
+        groups: the number of groups of experts, and the number of groups from which a token's experts come.
+        scales: name of the factors of the experts' weights.
+        own_norms: names of four norms: of the router's input (without ".weight"; times hidden_size ** -0.5), of the
+            experts' input, of the experts' sum, and of the output of the MLP beside the experts. If empty, there is no
+            MLP beside the experts, and router and experts read the input of an MLP.
     """
 
     count: int
@@ -136,13 +137,13 @@ class ExpertNames:
 
 @dataclass(frozen=True, slots=True)
 class ConvolutionNames:
-    """Short convolutions in the place of some layers' attention.
+    """Short convolutions instead of attention in some layers.
 
-    Such a layer makes a gate, a factor and an input of each token. The products of gate and input go through a causal
-    convolution, each channel by itself, and are multiplied by the factor.
+    Such a layer computes a gate, a factor and an input for each token. The products of gate and input go through a
+    causal depthwise convolution and are multiplied by the factor.
 
     Args:
-        layers: the layers that have one.
+        layers: the layers with a convolution.
         inputs: name of the linear of gates, factors and inputs.
         taps: name of the convolution.
         out: name of the last linear.
@@ -156,24 +157,24 @@ class ConvolutionNames:
 
 @dataclass(frozen=True, slots=True)
 class LatentNames:
-    """Keys and values of all heads made of one row of a token, its latent, which is all that the cache keeps (MLA).
+    """Multi-head latent attention (MLA): one row of a token, its latent, gives the keys and values of all heads.
 
-    A head's query is brought to the latent's form and meets the latents themselves. So no key and no value of a head
-    is ever computed.
+    The cache stores only latents. A head's query is projected to the latent's space and compared with the latents. So
+    the keys and values of a head are never computed.
 
     Args:
         rank: elements of the latent.
-        rotated: elements of a key that are rotated; all heads share them.
+        rotated: rotated elements of a key, which all heads share.
         plain: the other elements of a head's query.
         value_dim: elements of a head's value.
-        query_rank: elements of the row that the queries are made of; 0: they are made of the layer's input.
-        eps: of the norms of both rows.
-        query: names of the linear to that row, of its norm, and of the linear to the queries.
-        queries: name of the linear to the queries where there is no such row.
-        latent: names of the linear to the latent and what is rotated, and of the latent's norm.
+        query_rank: elements of the queries' latent; 0 means that the queries are projected from the layer's input.
+        eps: epsilon of the norms of both latents.
+        query: names of the linear to the queries' latent, of its norm, and of the linear to the queries.
+        queries: name of the linear to the queries if these have no latent.
+        latent: names of the linear to the latent and the rotated elements, and of the latent's norm.
         keys_values: name of the linear from a latent to each head's key and value.
-        keys, values: names of the same as one matrix for each head: [heads, rank, plain] and [heads, value_dim, rank].
-            A source has one of the two forms.
+        keys, values: names of two tensors with a matrix for each head: [heads, rank, plain] and [heads, value_dim,
+            rank]. A source has one of the two forms.
     """
 
     rank: int
@@ -194,14 +195,14 @@ class LatentNames:
 class LayerEmbeddings:
     """Embeddings of each token for each layer.
 
-    They are the sum of a table's row and a projection of the token's usual embedding. A layer gates its output into
-    their width, multiplies it by its embedding, and adds what is projected back.
+    Such an embedding is the sum of a table's row and a projection of the token's usual embedding. A layer projects its
+    output to this width through a gate, multiplies it by the embedding, projects the product back and adds it.
 
     Args:
-        width: of one layer's embedding.
+        width: elements of one layer's embedding.
         table: name of the table of all layers' embeddings.
-        projection: name of the linear from usual embeddings, and of the norm behind it.
-        gate, back, post: names of a layer's two linears and of the norm behind them.
+        projection: names of the linear from usual embeddings, and of the norm after the linear.
+        gate, back, post: names of a layer's two linears, and of the norm after them.
     """
 
     width: int
@@ -214,19 +215,19 @@ class LayerEmbeddings:
 
 @dataclass(frozen=True, slots=True)
 class AltUpNames:
-    """Alternating updates (AltUp): several streams of the residual, of which a layer computes one and corrects all.
+    """Alternating updates (AltUp): the residual has several streams; a layer computes one stream and corrects all.
 
-    Beside attention runs a product of low rank (LAuReL).
+    A product of low rank (LAuReL) runs beside attention.
 
     Args:
-        streams: how many there are.
+        streams: the number of streams.
         active: the stream that layers compute.
         split: name of the linear from an embedding to stream {} + 1.
-        merge: name of the linear from the last layer's stream {} + 1 to what is averaged.
+        merge: name of the linear from the last layer's stream {} + 1 to an addend of the average.
         router: names of the norm and of the linear that give a row's routes.
         predict, correct: names of the linears from routes to the coefficients of streams.
-        output_scale: name of the factors of the active stream that a layer's own embedding meets; None: 1.
-        laurel: names of the linears to the low rank and back, and of the norm behind them.
+        output_scale: name of the active stream's factors before the layer's embedding is applied; None means 1.
+        laurel: names of the linears to the low rank and back, and of the norm after them.
     """
 
     streams: int
@@ -244,12 +245,12 @@ class AltUpNames:
 class MtpNames:
     """Multi-token prediction (MTP): one more layer, which guesses the token after the one that the model draws.
 
-    The layer reads the embedding of a token, and the row that the model had in front of its head one position before.
-    It is of the kind of the model's last layer that attends, and shares the model's head.
+    The layer reads a token's embedding, and the input of the model's head at the position before. It has the form of
+    the model's last attention layer, and shares the model's head.
 
     Args:
-        layer: the beginning of the layer's names.
-        input: name of the linear that makes the layer's input of both.
+        layer: the prefix of the layer's names.
+        input: name of the linear from embedding and row to the layer's input.
         norms: names of the norms of the embedding and of the row.
         final_norm: name of the norm in front of the head.
     """
@@ -261,7 +262,7 @@ class MtpNames:
 
 
 def nextn(config: Any) -> MtpNames:
-    """Return the names of an MTP layer that files number as the layer behind the last one (DeepSeek, GLM)."""
+    """Return the names of an MTP layer to which files give the number after the last layer's (DeepSeek, GLM)."""
     start = f"model.layers.{config.num_hidden_layers}."
     return MtpNames(start, f"{start}eh_proj", (f"{start}enorm", f"{start}hnorm"), f"{start}shared_head.norm")
 
@@ -270,14 +271,14 @@ def nextn(config: Any) -> MtpNames:
 class AssistantNames:
     """Names and sizes of an assistant, which guesses tokens for another model.
 
-    Its layers read the other model's keys and values, and have none of their own.
+    The assistant's layers have no keys and values: they read those of the other model.
 
     Args:
-        hidden_size: of the other model.
-        clusters: how many clusters of tokens the head has; 0: each token gets a logit of its own.
-        chosen: how many clusters a row chooses; only their tokens get logits.
-        input: name of the linear that makes a row of a token's embedding and of the other model's row.
-        output: name of the linear that turns the row in front of the head into the row for the next guess.
+        hidden_size: the other model's hidden size.
+        clusters: the number of clusters of tokens in the head; 0 means that every token gets a logit.
+        chosen: the number of clusters that a row chooses; only their tokens get logits.
+        input: name of the linear from a token's embedding and the other model's row to the assistant's row.
+        output: name of the linear from the head's input to the row for the next guess.
         centroids: name of the linear that gives each cluster's score.
         ordering: name of the tensor of all tokens, cluster by cluster.
     """
@@ -296,9 +297,9 @@ class SomeRows:
     """Some rows of a tensor.
 
     Args:
-        name: the tensor's.
-        parts: which of its rows, in this order; empty: all.
-        factors: of each part's products and biases; empty: 1.
+        name: the tensor's name.
+        parts: ranges of rows, in this order; empty means all rows.
+        factors: a factor for each part's products and biases; empty means 1.
     """
 
     name: str
@@ -308,31 +309,31 @@ class SomeRows:
 
 @dataclass(frozen=True, slots=True)
 class RecurrenceNames:
-    """Recurrent layers in the place of some layers' attention, or beside it: gated delta nets, or Mamba 2.
+    """Recurrent layers (gated delta nets or Mamba 2) instead of some layers' attention, or beside it.
 
-    Each head keeps a matrix of keys by values, its state. A token decays the state, adds its key times something of its
-    value, and multiplies the state by its query. Queries, keys and values come out of a short convolution and SiLU.
-    Mamba 2 calls them C, B and x.
+    Each head has a state, a matrix of keys by values. A token decays the state, adds a product of its key and value,
+    and multiplies the state by its query. A short convolution and SiLU give queries, keys and values, which Mamba 2
+    calls C, B and x.
 
     Args:
-        layers: the layers that have one.
-        inputs: which linears give queries, keys, values, steps, strengths (if it corrects) and gates, in this order.
-        channels: the convolution's channels in the order of queries, keys and values; empty: they are in it.
-        heads: of values.
-        key_heads: of queries and keys.
+        layers: the layers with a recurrence.
+        inputs: linears for queries, keys, values, steps, strengths (if `corrects`) and gates, in this order.
+        channels: the convolution's channels of queries, keys and values; empty means that they lie in this order.
+        heads: heads of values.
+        key_heads: heads of queries and keys.
         key_dim, value_dim: elements of a head.
         kernel: taps of the convolution.
-        norm_groups: groups of outputs that are normed by themselves.
-        corrects: whether what is added is the value less what the state has for the key (the delta rule).
+        norm_groups: groups of outputs, each with a separate norm.
+        corrects: whether a token adds the difference of its value and the state's value for its key (the delta rule).
         gate_first: whether the gate multiplies before the norm.
-        start: beginning of the other tensors' names.
-        skip: name of the factors of values that go past the state; None: no value does.
-        norm: name of the norm of outputs; None: they are not normed.
-        gate_eps: of that norm; None: that of the others.
-        strength: what the sigmoid of a strength is multiplied with.
+        start: the prefix of the other tensors' names.
+        skip: name of the factors of values that are added to the outputs past the state; None means no such factors.
+        norm: name of the norm of outputs; None means no norm.
+        gate_eps: epsilon of that norm; None means the other norms' epsilon.
+        strength: factor of the sigmoid of a strength.
         out: name of the last linear.
-        input_factor: of the products of `inputs`.
-        layer: the other tensors' names in such a layer, where they differ from those of the rest.
+        input_factor: factor of the products of `inputs`.
+        layer: the other tensors' names in such a layer; None means the names of the other layers.
     """
 
     layers: frozenset[int]
@@ -358,42 +359,42 @@ class RecurrenceNames:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One model's architecture, every number resolved.
+    """One model's architecture, with all numbers resolved.
 
     Args:
-        norm_eps: of every norm.
-        score_scale: what queries are multiplied with.
+        norm_eps: epsilon of every norm.
+        score_scale: factor of queries.
         activation: a name of `ACTIVATIONS`.
-        tensors: what the tensors are called.
+        tensors: the tensors' names.
         layer_norm: whether norms subtract the mean; else they are RMS norms.
-        norm_offset: added to the weights of norms; 1 where a file holds what is beyond 1.
+        norm_offset: addend to the weights of norms; 1 if files have the weights less 1.
         qk_norm: NONE, SHARED, PER_HEAD or WHOLE.
         norms_rotated: whether norms of queries and keys come after the rotation.
-        qkv_by_head: whether the one tensor of `qkv` holds, for one KV head after another, its queries, key and value.
+        qkv_by_head: whether the one tensor of `qkv` has, for one KV head after another, its queries, key and value.
         gated: whether the MLP multiplies its activations with ups.
-        parallel: whether the MLP reads what attention reads.
-        partial_rotary: whether the rotary embedding takes the configuration's share of a head.
-        interleaved: whether it turns neighbours, and not the halves.
-        no_rope: layers whose positions are not rotated.
-        score_cap, logit_cap: x becomes cap * tanh(x / cap); 0: as it is.
-        embedding_scale, residual_scale: of a token's embedding, of what is added to the residual.
-        logit_divisor: of the logits.
-        gate_slope, gate_limit: of "clamped_swiglu".
-        experts: None where every layer has one MLP.
-        convolution: None where no layer is a short convolution.
-        recurrence: None where no layer keeps a state.
-        latent: None where each head has keys and values of its own.
-        gated_attention: whether each head's queries are followed by gates, whose sigmoid multiplies what it attends to.
+        parallel: whether the MLP has the same input as attention.
+        partial_rotary: whether the rotary embedding rotates only the configuration's share of a head.
+        interleaved: whether the rotary embedding rotates neighbours; else it rotates halves.
+        no_rope: layers without a rotary embedding.
+        score_cap, logit_cap: x becomes cap * tanh(x / cap); 0 means no cap.
+        embedding_scale, residual_scale: factors of a token's embedding, and of the addends of the residual.
+        logit_divisor: divisor of the logits.
+        gate_slope, gate_limit: the parameters of "clamped_swiglu".
+        experts: None if every layer has one MLP.
+        convolution: None if no layer is a short convolution.
+        recurrence: None if no layer has a recurrent state.
+        latent: None if each head has separate keys and values.
+        gated_attention: whether gates follow each head's queries; their sigmoid multiplies the head's output.
         head_gated: whether the last linear of `qkv` gives each head one such gate.
         value_norm: whether the values of each head are normed, without weights.
-        layer_embeddings: None where only the first layer reads an embedding.
-        altup: None where the residual is one stream.
-        sparse: by layer, the standard deviations beyond their mean from which gates count; other layers: all gates do.
-        attending: the layers that attend; None: those that neither convolve nor recur.
-        mlps: the layers that have an MLP or experts; None: all.
-        factors: of a linear's products and bias, by the end of its name.
-        input_factor: of the products of queries, keys and values.
-        mtp: the names of the MTP layer, which a file may have; None where it is not computed.
+        layer_embeddings: None if only the first layer reads an embedding.
+        altup: None if the residual is one stream.
+        sparse: by layer, the standard deviations above their mean from which gates count; other layers use all gates.
+        attending: the layers with attention; None means the layers without convolution and recurrence.
+        mlps: the layers with an MLP or experts; None means all layers.
+        factors: factors of a linear's products and bias, by the end of its name.
+        input_factor: factor of the products of queries, keys and values.
+        mtp: the names of the MTP layer, which a file may have; None if it is not computed.
         assistant: names and sizes of an assistant; None if the model is no assistant.
     """
 
@@ -436,7 +437,7 @@ class Architecture:
     assistant: AssistantNames | None = None
 
     def attends(self, layer: int) -> bool:
-        """Whether a layer attends."""
+        """Return whether a layer attends."""
         if self.attending is not None:
             return layer in self.attending
         others = (self.convolution, self.recurrence)
@@ -450,7 +451,7 @@ class Architecture:
 
 
 def has_alpha(rope: Mapping[str, Any]) -> bool:
-    """Whether a rotary embedding that calls itself dynamic has a fixed factor of its base (Hunyuan)."""
+    """Return whether a rotary embedding of the type "dynamic" has a fixed factor of its base (Hunyuan)."""
     return rope.get("rope_type") == "dynamic" and bool(rope.get("alpha"))
 
 
@@ -473,14 +474,14 @@ def head_dim_of(config: Any) -> int:
 
 
 def read_whole(config: Any) -> None:
-    """Let a configuration give the usual value of what differs among its layers; `shapes_of` gives each layer's."""
+    """Let a configuration return the common value of settings that differ among layers; see also `shapes_of`."""
     for part in (config, config.get_text_config(decoder=True)):
         if getattr(part, "is_heterogeneous", False):
             part.allow_global_per_layer_attribute_access = True
 
 
 def shapes_of(config: Any) -> list[tuple[int, int]]:
-    """Return each layer's number of KV heads, and the elements of one."""
+    """Return each layer's number of KV heads and elements of a head."""
     heads, size = kv_heads_of(config), head_dim_of(config)
     shapes = [(heads, size)] * config.num_hidden_layers
     if getattr(config, "is_heterogeneous", False):
@@ -490,15 +491,15 @@ def shapes_of(config: Any) -> list[tuple[int, int]]:
 
 
 def layer_bases(config: Any) -> tuple[float, ...]:
-    """Return the rotary bases that layers have of their own, each once; none where all layers have the usual one."""
+    """Return the distinct rotary bases of layers; empty if all layers have the configuration's usual base."""
     bases = sorted({base for base in getattr(config, "layer_rope_theta", None) or () if base})
     return tuple(bases) if bases and bases != [config.rope_parameters["rope_theta"]] else ()
 
 
 def kv_sources(config: Any) -> dict[int, int]:
-    """Return the earlier layer that wrote the keys and values which a layer reads, for layers that write none.
+    """Map each layer that writes no keys and values to the earlier layer from which it reads them.
 
-    The layers of an assistant have no earlier one: they read another model's.
+    An assistant's layers read another model's keys and values, so they are not in the map.
     """
     last: dict[str, int] = {}
     sources: dict[int, int] = {}
@@ -514,7 +515,7 @@ def kv_sources(config: Any) -> dict[int, int]:
 def qkv_names(names: Sequence[str], tensors: Collection[str]) -> Sequence[str]:
     """Return a layer's linears of queries, keys and values, by the tensors of its module.
 
-    A layer without keys has queries alone: it reads what another layer wrote. Keys without values are values, too.
+    A layer without keys has only queries, because it reads another layer's keys. Keys without values are values, too.
     """
     if len(names) == 1 or f"{names[1]}.weight" not in tensors:
         return names[:1]
@@ -523,13 +524,13 @@ def qkv_names(names: Sequence[str], tensors: Collection[str]) -> Sequence[str]:
 
 
 def latent_rows(names: LatentNames) -> tuple[SomeRows, SomeRows]:
-    """Rows that make queries (or the row that these are made of), then of a key what is rotated and the latent."""
+    """Return the rows of queries (or of the queries' latent), then those of a key's rotated elements and the latent."""
     order = (range(names.rank, names.rank + names.rotated), range(names.rank))
     return SomeRows(names.query[0] if names.query_rank else names.queries), SomeRows(names.latent[0], order)
 
 
 def gated_rows(names: Sequence[str], config: Any) -> tuple[SomeRows, ...]:
-    """Rows of queries, keys, values and gates where each head's queries are followed by its gates."""
+    """Return the rows of queries, keys, values and gates of linears in which gates follow each head's queries."""
     head_dim = head_dim_of(config)
     starts = range(0, 2 * config.num_attention_heads * head_dim, 2 * head_dim)
     queries = tuple(range(start, start + head_dim) for start in starts)

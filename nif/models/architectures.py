@@ -1,4 +1,4 @@
-"""Lists the architectures that the native kernels know, by the names of transformers' classes.
+"""Lists the architectures that the native kernels support, by the names of transformers' classes.
 
 The module also reads the layers, their windows and the longest sequence from a configuration.
 """
@@ -14,31 +14,31 @@ from genbatch.nif.models.expert_families import EXPERT_FAMILIES
 from genbatch.nif.models.hybrid_families import HYBRID_FAMILIES
 from genbatch.nif.runner import NO_SHAPE, LayerGroup, LayerShape
 
-if TYPE_CHECKING:  # at run time where it is used: a model that was described before needs nothing of transformers
+if TYPE_CHECKING:  # a model with a kept description does not need transformers
     from transformers import PreTrainedConfig
 
 
 LACKING = {
     "BloomForCausalLM": "its positions are biases of scores (ALiBi), which the attention kernels do not add",
-    "FalconForCausalLM": "its KV heads and norms go by settings of their own, and some models add ALiBi's biases",
-    "GPTJForCausalLM": "its rotary embedding and inner size go by settings of their own",
+    "FalconForCausalLM": "its KV heads and norms have settings that are not read, and some models add ALiBi's biases",
+    "GPTJForCausalLM": "its rotary embedding and inner size have settings that are not read",
 }
-"""What would be needed for some that transformers cannot run over blocks of KV either."""
+"""The missing features for classes that transformers cannot run over blocks of KV either."""
 
 ARCHITECTURES: dict[str, Callable[[Any], Architecture]] = {**DENSE_FAMILIES, **EXPERT_FAMILIES, **HYBRID_FAMILIES}
-"""By the name of transformers' class, what makes the architecture of a configuration."""
+"""By the name of transformers' class, the function that makes an Architecture from a configuration."""
 
 ASSISTANTS: dict[str, Callable[[Any], Architecture]] = {
     "Gemma4AssistantForCausalLM": gemma4_assistant,
     "Gemma4UnifiedAssistantForCausalLM": gemma4_assistant,
 }
-"""The same of models that predict for another one, and cannot run alone."""
+"""The same functions for assistants, which cannot run alone."""
 
 DESCRIPTIONS = {**ARCHITECTURES, **ASSISTANTS}
 
 
 def described(model_class: type) -> bool:
-    """Whether a configuration describes a model of this transformers class completely."""
+    """Return whether a configuration describes a model of this transformers class completely."""
     return model_class.__name__ in ARCHITECTURES
 
 
@@ -48,8 +48,8 @@ def layer_groups(name: str, config: "PreTrainedConfig") -> tuple[LayerGroup, ...
     A layer that both attends and recurs is in two groups: its state counts as layer `num_hidden_layers` plus its index.
 
     Args:
-        name: the model's, for errors.
-        config: of the text decoder.
+        name: the model's name, for errors.
+        config: the text decoder's configuration.
 
     Raises:
         ModelError: a layer is neither full nor sliding-window attention, nor a short convolution, nor recurrent.
@@ -59,7 +59,7 @@ def layer_groups(name: str, config: "PreTrainedConfig") -> tuple[LayerGroup, ...
     if getattr(config, "use_sliding_window", True) is False:
         window = None
     if getattr(config, "attention_chunk_size", None) is not None:
-        raise ModelError(name, "chunked attention; only full and sliding-window attention is served")
+        raise ModelError(name, "it has chunked attention; only full and sliding-window attention is served")
     kinds: list[str] | None = getattr(config, "layer_types", None)
     if kinds is None:
         kinds = ["full_attention" if window is None else "sliding_attention"] * num_layers
@@ -89,7 +89,7 @@ def layer_groups(name: str, config: "PreTrainedConfig") -> tuple[LayerGroup, ...
         reach = window if kind == "sliding_attention" else None
         if kind == "sliding_attention" and reach is None:
             raise ModelError(name, f"layer {layer} attends within a window that config.json does not give")
-        # A window that no sequence outgrows is no window: one group then holds all layers.
+        # Ignore a window that no sequence exceeds, so that one group has all layers.
         reach = None if reach is not None and reach >= longest else reach
         layers_of.setdefault((LayerGroup((), reach), shapes[layer]), []).append(layer)
     return tuple(replace(group, layers=tuple(layers)) for (group, _), layers in layers_of.items())
@@ -115,14 +115,14 @@ def layer_shapes(config: Any) -> tuple[LayerShape, ...]:
 
 
 UNLIMITED = 1 << 20
-"""Positions of a sequence of a model that has no limit."""
+"""Most positions of a sequence if the model has no limit."""
 
 
 def max_position(name: str, config: "PreTrainedConfig") -> int:
     """Return the most positions of one sequence.
 
-    Some models rescale rotary embeddings or queries in long sequences. That would change other sequences of the same
-    forward and contradict cached keys. So such a model's limit is the position at which the rescaling begins.
+    Some models rescale rotary embeddings or queries in long sequences. This would change other sequences of the same
+    forward, and contradict cached keys. So the limit of such a model is the position at which the rescaling begins.
 
     Raises:
         ModelError: the configuration has no such limit.
@@ -130,7 +130,7 @@ def max_position(name: str, config: "PreTrainedConfig") -> int:
     limit = getattr(config, "max_position_embeddings", None)
     of_layers = set(getattr(config, "layer_types", None) or ())
     if limit is None and of_layers and of_layers <= set(RECURRENT_KINDS):
-        return UNLIMITED  # no layer knows a position
+        return UNLIMITED  # no layer uses positions
     if not isinstance(limit, int) or limit < 1:
         raise ModelError(name, "config.json does not give max_position_embeddings")
     rope: Any = getattr(config, "rope_parameters", None) or {}

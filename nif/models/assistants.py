@@ -3,10 +3,10 @@
     found = resolve_model("gemma-4-E2B-it-assistant")
     if is_assistant(found):
         assistant = describe_assistant("gemma-4-E2B-it-assistant", found, model)
-        layers_read(assistant, model)       # the layer of the model that each of its layers reads
+        layers_read(assistant, model)       # for each layer of the assistant, the layer of the model that it reads
 
-An assistant has no keys of its own, and is useless without the model that it was made for. So it cannot be served
-alone, and its description has the other model's tokenizer.
+An assistant has no keys of its own, and needs the model that it was trained for. So it cannot be served alone, and its
+description has the other model's tokenizer.
 """
 
 from collections.abc import Collection
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from genbatch.nif.errors import ModelError, OptionError
+from genbatch.nif.json_files import read_object
 from genbatch.nif.models.architecture import kv_sources, read_whole
 from genbatch.nif.models.architectures import ASSISTANTS, layer_groups, layer_shapes
 from genbatch.nif.models.gguf_families import ASSISTANT
@@ -22,7 +23,7 @@ from genbatch.nif.models.model_source import ModelSource, quiet_transformers
 from genbatch.nif.models.rope import rope_frequencies
 from genbatch.nif.runner import LayerShape
 
-if TYPE_CHECKING:  # imports torch, which a model with kept weights does without
+if TYPE_CHECKING:  # imports torch, which a model with kept weights does not need
     from genbatch.nif.models.weight_source import StoredTensor, WeightSource
 
 ASSISTANT_KINDS = ("gemma4_assistant", "gemma4_unified_assistant")
@@ -30,13 +31,12 @@ ASSISTANT_KINDS = ("gemma4_assistant", "gemma4_unified_assistant")
 
 NO_MODEL = "it is an assistant, which guesses tokens for another model: name it with draft"
 
-_BESIDE = ("backbone_hidden_size", "use_ordered_embeddings", "num_centroids", "centroid_intermediate_top_k")
-_MAX_TOKENS = 1 << 24  # whole numbers up to here are exact in float32
+_OWN_FIELDS = ("backbone_hidden_size", "use_ordered_embeddings", "num_centroids", "centroid_intermediate_top_k")
+_MAX_TOKENS = 1 << 24  # integers up to this number are exact in float32
 
 
 def is_assistant(found: ModelSource) -> bool:
     """Return whether the files' configuration or metadata name an assistant."""
-    from genbatch.nif.models.file_checks import read_object
     from genbatch.nif.models.gguf_file import GgufFile
 
     if found.path.is_file():
@@ -49,7 +49,7 @@ def describe_assistant(source: str, found: ModelSource, model: Model, identity: 
 
     Args:
         source: the user's name of the assistant, for errors.
-        model: the model that it was made for.
+        model: the model for which the assistant was trained.
         identity: a digest of the assistant's files.
 
     Raises:
@@ -64,7 +64,7 @@ def describe_assistant(source: str, found: ModelSource, model: Model, identity: 
         config, weights = (_from_gguf if found.path.is_file() else _from_directory)(source, found.path)
         text = config.get_text_config(decoder=True)
         check_numbers(source, found.path.name, text)
-        for name in _BESIDE:
+        for name in _OWN_FIELDS:
             setattr(text, name, getattr(config, name))
         text.tie_word_embeddings = "lm_head.weight" not in weights.names()
         kind = next(kind for kind in ASSISTANTS if getattr(transformers, kind).config_class is type(config))
@@ -91,24 +91,17 @@ def describe_assistant(source: str, found: ModelSource, model: Model, identity: 
 
 
 def _from_directory(source: str, directory: Path) -> "tuple[Any, WeightSource]":
-    from transformers import AutoConfig
+    from genbatch.nif.models.file_checks import read_config
 
-    from genbatch.nif.models.file_checks import check_counts, read_object
-
-    check_counts(source, "config.json", read_object(source, directory / "config.json"))
-    try:
-        # No code of the assistant is run.
-        config: Any = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except Exception as fault:
-        raise ModelError(source, f"config.json is not one that transformers can read: {fault}") from fault
+    config = read_config(source, directory)
     if getattr(config, "quantization_config", None) is not None:
-        raise ModelError(source, "it is a quantised assistant; assistants are read as plain numbers or from GGUF")
+        raise ModelError(source, "it is a quantised assistant; only plain numbers and GGUF are read for assistants")
     read_whole(config)
     return config, _Weights(source, directory)
 
 
 def _from_gguf(source: str, path: Path) -> "tuple[Any, WeightSource]":
-    """llama.cpp's files have no clusters: every token gets a logit of its own."""
+    """Read an assistant's configuration from a GGUF file. Such files have no clusters: every token gets a logit."""
     from transformers import Gemma4AssistantConfig
 
     from genbatch.nif.models.gguf_config import gguf_config
@@ -121,13 +114,13 @@ def _from_gguf(source: str, path: Path) -> "tuple[Any, WeightSource]":
     try:
         config = Gemma4AssistantConfig(text_config=text, backbone_hidden_size=width)
     except Exception as fault:
-        raise file.fault(f"its metadata are no configuration of an assistant: {fault}") from fault
+        raise file.fault(f"its metadata do not describe an assistant: {fault}") from fault
     read_whole(config)
     return config, GgufWeights(file, text)
 
 
 class _Weights:
-    """The tensors of an assistant, with the order of its tokens as numbers. A `WeightSource`."""
+    """The tensors of an assistant, with the order of its tokens as float32. Implements `WeightSource`."""
 
     def __init__(self, source: str, directory: Path) -> None:
         from genbatch.nif.models.weight_source import SafetensorsWeights
@@ -136,26 +129,26 @@ class _Weights:
         self._files = SafetensorsWeights(source, directory)
 
     def names(self) -> Collection[str]:
-        """As in `WeightSource`."""
+        """See `WeightSource`."""
         return self._files.names()
 
     def tensor(self, name: str) -> "StoredTensor":
-        """As in `WeightSource`."""
+        """See `WeightSource`."""
         from genbatch.nif.models.weight_source import StoredTensor
 
         if name not in self.names() or self._files.kind(name) not in ("I32", "I64"):
             return self._files.tensor(name)
         whole = self._files.part(name).numpy()
         if whole.size and not 0 <= whole.min() <= whole.max() < _MAX_TOKENS:
-            raise ModelError(self._source, f"its weights cannot be read: {name} holds other numbers than token ids")
+            raise ModelError(self._source, f"its weights cannot be read: {name} has numbers that are no token ids")
         return StoredTensor(name, "F32", whole.shape, whole.reshape(1, -1).astype("<f4").view("u1"))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """As in `WeightSource`."""
+        """See `WeightSource`."""
         return self._files.shape(name)
 
     def release(self) -> None:
-        """As in `WeightSource`."""
+        """See `WeightSource`."""
         self._files.release()
 
 
@@ -163,15 +156,17 @@ def layers_read(assistant: Model, model: Model) -> list[int]:
     """For each layer of the assistant, return the layer of the model from which it reads keys and values.
 
     Raises:
-        OptionError: the assistant was made for another model; the reason names what differs.
+        OptionError: the assistant was trained for another model; the reason names the difference.
     """
     ours: Any = model.config
     theirs: Any = assistant.config
 
-    def compare(what: str, its: object, own: object) -> None:
-        if its != own:
-            reason = f"{assistant.name} was not made for {model.name}: {what} {its}, not {own}"
-            raise OptionError("draft", reason)
+    def refused(reason: str) -> OptionError:
+        return OptionError("draft", f"{assistant.name} was not trained for {model.name}: {reason}")
+
+    def compare(statement: str, value: object, expected: object) -> None:
+        if value != expected:
+            raise refused(f"{statement} {value}, not {expected}")
 
     compare("it reads rows with a hidden size of", theirs.backbone_hidden_size, ours.hidden_size)
     compare("its vocabulary size is", assistant.vocab_size, model.vocab_size)
@@ -181,14 +176,11 @@ def layers_read(assistant: Model, model: Model) -> list[int]:
     for layer, kind in enumerate(theirs.layer_types):
         writers = [at for at, other in enumerate(kinds) if other == kind and at not in sources]
         if kind not in rotations or not writers:
-            raise OptionError("draft", f"{assistant.name} was not made for {model.name}, which has no layer of {kind}")
+            raise refused(f"the model has no layer of {kind}")
         read.append(writers[-1])
         compare(f"its layer {layer} reads", _heads(assistant.layers[layer]), _heads(model.layers[writers[-1]]))
         if rotations[kind] != own_rotations.get(kind):
-            raise OptionError(
-                "draft",
-                f"{assistant.name} was not made for {model.name}: its layer {layer} has other rotary embeddings",
-            )
+            raise refused(f"its layer {layer} has other rotary embeddings")
         if kind == "sliding_attention":
             compare("its window is", theirs.sliding_window, ours.sliding_window)
     return read

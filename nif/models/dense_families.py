@@ -20,8 +20,12 @@ from genbatch.nif.models.architecture import (
 
 
 def llama(config: Any) -> Architecture:
-    """Norm, attention, norm, MLP, each added to what came in."""
+    """Describe Llama: norm, attention, norm, MLP; the outputs of attention and MLP are added to the residual."""
     return Architecture(config.rms_norm_eps, head_dim_of(config) ** -0.5, config.hidden_act)
+
+
+def _with_layer_norms(config: Any, eps: float, **changes: Any) -> Architecture:
+    return Architecture(eps, head_dim_of(config) ** -0.5, config.hidden_act, layer_norm=True, **changes)
 
 
 def _arcee(config: Any) -> Architecture:
@@ -64,12 +68,12 @@ def _vault_gemma(config: Any) -> Architecture:
 
 
 def _gemma3(config: Any) -> Architecture:
-    # transformers 5 hands no attention cap on for this one, though the configuration may name one.
+    # transformers 5 ignores an attention cap in the configuration of Gemma 3.
     return replace(_gemma2(config), qk_norm=SHARED, score_cap=0.0)
 
 
 def gemma4(config: Any) -> Architecture:
-    """Norms without an offset, heads of two sizes, shared keys and values, embeddings of the layers' own."""
+    """Describe Gemma 4: norms without an offset, heads of two sizes, shared keys and values, embeddings for layers."""
     width = getattr(config, "hidden_size_per_layer_input", 0)
     return replace(
         _gemma(config),
@@ -84,7 +88,7 @@ def gemma4(config: Any) -> Architecture:
 
 
 def gemma4_assistant(config: Any) -> Architecture:
-    """Layers of Gemma 4 that read the keys of the model for which they predict; logits without a cap."""
+    """Describe an assistant: layers of Gemma 4 that read another model's keys, and logits without a cap."""
     names = AssistantNames(config.backbone_hidden_size)
     if config.use_ordered_embeddings:
         names = replace(names, clusters=config.num_centroids, chosen=config.centroid_intermediate_top_k)
@@ -130,7 +134,7 @@ def _hyperclovax(config: Any) -> Architecture:
 
 
 def granite_swa(config: Any) -> Architecture:
-    """Granite with windows and sinks; each layer has a rotary base of its own, and 0 rotates nothing."""
+    """Describe Granite with windows and sinks. Each layer has its own rotary base; 0 means no rotation."""
     bases = config.layer_rope_theta
     if len(bases) != config.num_hidden_layers:
         raise ValueError(f"layer_rope_theta has {len(bases)} numbers for {config.num_hidden_layers} layers")
@@ -168,29 +172,21 @@ def _apertus(config: Any) -> Architecture:
 
 
 def hunyuan(config: Any) -> Architecture:
-    """Qwen3 with norms of queries and keys behind the rotation."""
+    """Describe Hunyuan: Qwen3 with the norms of queries and keys after the rotation."""
     names = Tensors(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm")
     return replace(qwen3(config), tensors=names, norms_rotated=True)
 
 
 def _starcoder2(config: Any) -> Architecture:
-    return Architecture(
-        config.norm_epsilon,
-        head_dim_of(config) ** -0.5,
-        config.hidden_act,
-        tensors=Tensors(gate_up=("mlp.c_fc",), down="mlp.c_proj"),
-        layer_norm=True,
-        gated=False,
-    )
+    names = Tensors(gate_up=("mlp.c_fc",), down="mlp.c_proj")
+    return _with_layer_norms(config, config.norm_epsilon, tensors=names, gated=False)
 
 
 def _nemotron(config: Any) -> Architecture:
-    return Architecture(
+    return _with_layer_norms(
+        config,
         config.norm_eps,
-        head_dim_of(config) ** -0.5,
-        config.hidden_act,
         tensors=Tensors(gate_up=("mlp.up_proj",)),
-        layer_norm=True,
         norm_offset=1.0,
         gated=False,
         partial_rotary=True,
@@ -198,18 +194,16 @@ def _nemotron(config: Any) -> Architecture:
 
 
 def _stablelm(config: Any) -> Architecture:
-    # With a parallel MLP one norm serves both.
+    # With a parallel MLP, attention and MLP share one norm.
     norms = Tensors(
         mlp_norm="input_layernorm" if config.use_parallel_residual else "post_attention_layernorm",
         q_norm="self_attn.q_layernorm.norms.{}",
         k_norm="self_attn.k_layernorm.norms.{}",
     )
-    return Architecture(
+    return _with_layer_norms(
+        config,
         config.layer_norm_eps,
-        head_dim_of(config) ** -0.5,
-        config.hidden_act,
         tensors=norms,
-        layer_norm=True,
         qk_norm=PER_HEAD if config.qk_layernorm else NONE,
         parallel=config.use_parallel_residual,
         partial_rotary=True,
@@ -226,12 +220,10 @@ def _phi(config: Any) -> Architecture:
         q_norm="self_attn.q_layernorm",
         k_norm="self_attn.k_layernorm",
     )
-    return Architecture(
+    return _with_layer_norms(
+        config,
         config.layer_norm_eps,
-        head_dim_of(config) ** -0.5,
-        config.hidden_act,
         tensors=names,
-        layer_norm=True,
         qk_norm=SHARED if config.qk_layernorm else NONE,
         gated=False,
         parallel=True,
@@ -240,10 +232,9 @@ def _phi(config: Any) -> Architecture:
 
 
 def _gpt_neox(config: Any) -> Architecture:
-    return Architecture(
+    return _with_layer_norms(
+        config,
         config.layer_norm_eps,
-        head_dim_of(config) ** -0.5,
-        config.hidden_act,
         tensors=Tensors(
             embedding="gpt_neox.embed_in",
             final_norm="gpt_neox.final_layer_norm",
@@ -254,7 +245,6 @@ def _gpt_neox(config: Any) -> Architecture:
             gate_up=("mlp.dense_h_to_4h",),
             down="mlp.dense_4h_to_h",
         ),
-        layer_norm=True,
         qkv_by_head=True,
         gated=False,
         parallel=config.use_parallel_residual,
@@ -266,23 +256,21 @@ def ernie(config: Any) -> Architecture:
     return replace(llama(config), interleaved=True)
 
 
-def full_layers(config: Any) -> frozenset[int]:
-    return frozenset(i for i, kind in enumerate(config.layer_types) if kind == "full_attention")
+def layers_of(config: Any, *kinds: str) -> frozenset[int]:
+    return frozenset(layer for layer, kind in enumerate(config.layer_types) if kind in kinds)
 
 
 def exaone4(config: Any) -> Architecture:
-    """OLMo 2 with a norm for each head; layers without a window rotate nothing where others have one."""
-    unrotated = frozenset[int]() if config.sliding_window is None else full_layers(config)
+    """Describe EXAONE 4: OLMo 2 with a norm for each head. Beside layers with a window, full layers rotate nothing."""
+    unrotated = frozenset[int]() if config.sliding_window is None else layers_of(config, "full_attention")
     return replace(olmo2(config), qk_norm=SHARED, no_rope=unrotated)
 
 
 def _cohere(config: Any) -> Architecture:
-    return Architecture(
+    return _with_layer_norms(
+        config,
         config.layer_norm_eps,
-        head_dim_of(config) ** -0.5,
-        config.hidden_act,
         tensors=Tensors(mlp_norm="input_layernorm"),
-        layer_norm=True,
         qk_norm=PER_HEAD if getattr(config, "use_qk_norm", False) else NONE,
         parallel=True,
         interleaved=True,
@@ -291,8 +279,8 @@ def _cohere(config: Any) -> Architecture:
 
 
 def cohere2(config: Any) -> Architecture:
-    """Command R in which layers without a window rotate nothing."""
-    return replace(_cohere(config), no_rope=full_layers(config))
+    """Describe Cohere 2: Command R in which layers without a window rotate nothing."""
+    return replace(_cohere(config), no_rope=layers_of(config, "full_attention"))
 
 
 DENSE_FAMILIES: dict[str, Callable[[Any], Architecture]] = {

@@ -1,4 +1,4 @@
-"""Tells which models are encoders, which give embeddings and scores but no generated text, and loads them."""
+"""Recognizes and loads encoders: models that give embeddings and scores, but generate no text."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from genbatch.nif.errors import ModelError
+from genbatch.nif.json_files import one_line
 from genbatch.nif.runner import LayerGroup, LayerShape
 from genbatch.nif.scoring import is_classifier
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 GROUPS = (LayerGroup((0,)),)
-"""Return one group of one layer. Its blocks hold a text's token ids; see EncoderRunner."""
+"""One group of one layer. Its blocks store a text's token ids; see EncoderRunner."""
 
 LAYERS = (LayerShape(1, 1, 1),)
 
@@ -23,7 +24,7 @@ _NO_BOUND = 10**9
 
 
 def is_encoder(config: "PreTrainedConfig") -> bool:
-    """Whether a model with this configuration is bidirectional."""
+    """Return whether a model with this configuration is bidirectional."""
     settings: Any = config.get_text_config()
     if settings.is_encoder_decoder or getattr(settings, "is_decoder", False):
         return False
@@ -46,7 +47,7 @@ def encoder_class(source: str, config: Any) -> Any:
     if is_classifier(config):
         model_class: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
     elif written[0].endswith(("Classification", "Answering", "RewardModel")):
-        raise ModelError(source, f"its weights are a {written[0]}, which gives no embeddings and no scores of texts")
+        raise ModelError(source, f"its weights are a {written[0]}, which gives neither embeddings nor scores of texts")
     else:
         model_class = MODEL_MAPPING.get(type(config), None)
     if model_class is None:
@@ -60,7 +61,7 @@ def load_encoder(
     """Load an encoder's module; also returns the names of the files' tensors that the module does not have.
 
     Raises:
-        ModelError: the weights cannot be read or are incomplete, or as `encoder_class`.
+        ModelError: the weights cannot be read or are incomplete, or `encoder_class` finds no class.
     """
     model_class = encoder_class(source, config)
     try:
@@ -68,8 +69,8 @@ def load_encoder(
             directory, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True
         )
     except Exception as fault:
-        raise ModelError(source, f"its weights cannot be read: {' '.join(str(fault).split())[:300]}") from fault
-    # A pooler is a head for classification: files of encoders often lack it, and no embedding goes through it.
+        raise ModelError(source, f"its weights cannot be read: {one_line(fault)}") from fault
+    # A pooler is a head for classification: files of encoders often lack it, and embeddings do not need it.
     missing = sorted(name for name in report["missing_keys"] if "pooler." not in name or is_classifier(config))
     if missing:
         raise ModelError(source, f"its weights lack {missing[0]} ({len(missing)} tensors missing)")
@@ -88,7 +89,7 @@ def encoder_positions(source: str, hf: "PreTrainedModel", tokenizer_bound: int |
     config: Any = hf.config
     limit = getattr(config, "max_position_embeddings", None)
     if isinstance(limit, int):
-        # RoBERTa's family begins to count behind the padding's id.
+        # RoBERTa's family counts positions from the padding's id + 1 on.
         table = getattr(getattr(getattr(hf, "base_model", hf), "embeddings", None), "position_embeddings", None)
         padding = getattr(table, "padding_idx", None)
         limit -= 0 if padding is None else padding + 1

@@ -62,7 +62,7 @@ def qwen2_moe(config: Any) -> Architecture:
 
 def _olmoe(config: Any) -> Architecture:
     if config.clip_qkv is not None:
-        raise ValueError(f"clip_qkv is {config.clip_qkv}; queries and keys are not clipped here")
+        raise ValueError(f"clip_qkv is {config.clip_qkv}; clipped queries and keys are not computed")
     experts = ExpertNames(
         config.num_experts, config.num_experts_per_tok, config.intermediate_size, normalised=config.norm_topk_prob
     )
@@ -88,7 +88,7 @@ def _glm4_moe(config: Any) -> Architecture:
 
 
 def _latent(config: Any) -> Architecture:
-    """DeepSeek's attention: keys and values of all heads are made of one row."""
+    """Describe DeepSeek's attention: one row gives the keys and values of all heads."""
     names = LatentNames(
         config.kv_lora_rank,
         config.qk_rope_head_dim,
@@ -109,7 +109,7 @@ def _latent(config: Any) -> Architecture:
 
 
 def _shared_experts(config: Any, layers: frozenset[int]) -> ExpertNames:
-    """The names and sizes that DeepSeek's mixtures have in common."""
+    """Return the names and sizes that DeepSeek's mixtures have in common."""
     num_shared = config.n_shared_experts if hasattr(config, "n_shared_experts") else config.num_shared_experts
     return ExpertNames(
         config.n_routed_experts if hasattr(config, "n_routed_experts") else config.num_experts,
@@ -130,7 +130,7 @@ def _deepseek2(config: Any) -> Architecture:
 
 
 def _chosen_by_sigmoid(config: Any) -> ExpertNames:
-    """DeepSeek-V3's mixture."""
+    """Return the names and sizes of DeepSeek-V3's mixture."""
     kinds = getattr(config, "mlp_layer_types", None)
     if kinds is None:
         mixed = frozenset(range(config.first_k_dense_replace, config.num_hidden_layers))
@@ -243,11 +243,11 @@ def _phimoe(config: Any) -> Architecture:
         raise ValueError(f"num_local_experts is {config.num_local_experts}; a token takes two")
     experts = ExpertNames(
         config.num_local_experts,
-        2,  # whatever the configuration says
+        2,  # always, for any num_experts_per_tok
         config.intermediate_size,
         router="mlp.router",
         single=("mlp.experts.{}.w1", "mlp.experts.{}.w3", "mlp.experts.{}.w2"),
-        jitter=max(config.router_jitter_noise, 1e-30),  # with 0 the scores of equal experts are shares, too
+        jitter=max(config.router_jitter_noise, 1e-30),  # 0 would turn this kind of choice off
     )
     names = Tensors(in_files=((".mlp.router.", ".block_sparse_moe.gate."), (".mlp.", ".block_sparse_moe.")))
     return replace(llama(config), layer_norm=True, experts=experts, tensors=names)
@@ -274,7 +274,7 @@ def _gemma4(config: Any) -> Architecture:
 
 
 def granite_moe(config: Any) -> Architecture:
-    """Granite with experts, and with a shared one in some models."""
+    """Describe Granite with experts, and with a shared expert in some models."""
     shared_size = getattr(config, "shared_intermediate_size", 0)
     names = Tensors(
         gate_up=("shared_mlp.input_linear",),

@@ -11,7 +11,7 @@ from genbatch.nif.models.weight_source import FLOAT_KINDS
 
 
 def families_markdown() -> str:
-    """A table of transformers' classes with their GGUF architectures, and a line with the types of blocks."""
+    """Return a table of transformers' classes with their GGUF architectures, and a line with the types of blocks."""
     names: dict[str, str] = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     files: dict[str, list[str]] = {}
     for architecture, kind in known_kinds():

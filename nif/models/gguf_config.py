@@ -1,4 +1,4 @@
-"""Makes transformers' configuration and tokenizer of a GGUF file's metadata.
+"""Makes transformers' configuration and tokenizer from a GGUF file's metadata.
 
 file = GgufFile("model.gguf", Path("model.gguf"))
 config, tokenizer = gguf_config(file), gguf_tokenizer(file)
@@ -17,14 +17,14 @@ from genbatch.nif.models.gguf_families import family_of
 from genbatch.nif.models.gguf_family import GgufFamily
 from genbatch.nif.models.gguf_file import GgufFile
 
-if TYPE_CHECKING:  # at run time where it is used: a model that was described before needs nothing of transformers
+if TYPE_CHECKING:  # a model with a kept description does not need transformers
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 _MORE_SETTINGS = {"nextn_predict_layers": "num_nextn_predict_layers"}
 
 
 def gguf_config(file: GgufFile) -> "PreTrainedConfig":
-    """Build the configuration that transformers would make of the file's metadata.
+    """Build the configuration that transformers would make from the file's metadata.
 
     Raises:
         ModelError: the metadata are incomplete or contradictory.
@@ -40,7 +40,7 @@ def gguf_config(file: GgufFile) -> "PreTrainedConfig":
         raise file.fault(f"transformers does not know the architecture {architecture!r}")
     present = {} if family is None else {setting: name in file.names() for setting, name in family.present.items()}
     named_mistral = "mistral" in str(file.metadata.get("general.name")).lower()
-    # A Mistral has no biases.
+    # Mistral has no biases.
     kind = "mistral" if architecture == "llama" and named_mistral and not any(present.values()) else architecture
     settings: dict[str, Any] = dict(GGUF_CONFIG_DEFAULTS_MAPPING.get(kind) or {}) | present
     if family is not None:
@@ -69,13 +69,13 @@ def gguf_config(file: GgufFile) -> "PreTrainedConfig":
         if "rope_parameters" not in settings:
             _settle_attention(file, settings)
         check_counts(file.model, file.path.name, settings)
-        if extra := settings.get("num_nextn_predict_layers"):  # block_count counts these too; they are not evaluated
+        if extra := settings.get("num_nextn_predict_layers"):  # block_count counts these layers, too
             settings["num_hidden_layers"] -= extra
         config: PreTrainedConfig = AutoConfig.for_model(kind, **settings)
     except ModelError:
         raise
     except Exception as fault:
-        raise file.fault(f"its metadata are no configuration of {kind}: {fault}") from fault
+        raise file.fault(f"its metadata do not describe a {kind}: {fault}") from fault
     read_whole(config)
     return config
 
@@ -105,7 +105,7 @@ def _settle_layers(file: GgufFile, family: GgufFamily, settings: dict[str, Any])
         settings[name] = true if file.metadata.get(f"{file.architecture}.{key}") else false
 
 
-_LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}  # layers of the one that scales its scores by its width
+_LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}  # layers of the model that scales its scores by its width
 
 
 def _settle_attention(file: GgufFile, settings: dict[str, Any]) -> None:
@@ -120,24 +120,25 @@ def _settle_attention(file: GgufFile, settings: dict[str, Any]) -> None:
             settings["hidden_size"] // settings["num_attention_heads"] if largest else head_dim
         )
     if rope := _rope_parameters(file, settings, head_dim):
-        # Where kinds of layers have embeddings of their own, transformers gives the scaling to those it is for.
+        # If kinds of layers have different rotary embeddings, transformers applies the scaling to the right ones.
         settings["rope_scaling" if file.architecture in _ROPES_BY_LAYER else "rope_parameters"] = rope
 
 
-_YARN_AS_EVER = {"yarn_log_multiplier": 0.0, "yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0}  # all transformers has
-# What the converter divides transformers' mscale_all_dim by; scores and cosines are scaled by it there.
+# The only values that transformers supports.
+_YARN_DEFAULTS = {"yarn_log_multiplier": 0.0, "yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0}
+# llama.cpp's converter divides transformers' mscale_all_dim, a scale of scores and cosines, by these numbers.
 _YARN_SCALES = {"deepseek2": 10.0, "mistral3": 1.0}
-_YARN_KEYS = ("yarn_beta_fast", "yarn_beta_slow", *_YARN_AS_EVER)
+_YARN_KEYS = ("yarn_beta_fast", "yarn_beta_slow", *_YARN_DEFAULTS)
 _ROPE_SCALING = ("type", "factor", "original_context_length", "attn_factor", "finetuned", *_YARN_KEYS)
 _ROPES_BY_LAYER = ("gemma3",)
-_SCALED_BY_DEFAULT = ("apertus",)  # by transformers, where a configuration does not say that it is not
+_SCALED_BY_DEFAULT = ("apertus",)  # transformers scales these unless the configuration has a rope_type
 
 
 def _rope_parameters(file: GgufFile, settings: dict[str, Any], head_dim: int | None) -> dict[str, Any] | None:
-    """transformers' `rope_parameters`, where the file says more of them than their base; takes the base along.
+    """Return transformers' `rope_parameters`, including the base; None if the file has only the base.
 
-    The tensor `rope_freqs` divides each pair's frequency. Llama 3's files have it in place of the numbers that
-    transformers computes the same factors from, so they are given as a "longrope" that is one for every length.
+    The tensor `rope_freqs` has divisors of the pairs' frequencies. Llama 3's files have it instead of the numbers from
+    which transformers computes these divisors. So the result is a "longrope" with the same factors for every length.
 
     Raises:
         ModelError: transformers has no such embedding; the reason names the key or the tensor.
@@ -145,7 +146,7 @@ def _rope_parameters(file: GgufFile, settings: dict[str, Any], head_dim: int | N
     architecture, prefix = file.architecture, f"{file.architecture}.rope.scaling."
     for key in file.metadata:
         if key.startswith(prefix) and key.removeprefix(prefix) not in _ROPE_SCALING:
-            raise file.fault(f"{key} is a scaling of rotary embeddings that is not known")
+            raise file.fault(f"{key} is a scaling of rotary embeddings that is not supported")
     kind = file.metadata.get(f"{prefix}type", "linear")  # llama.cpp's default
     rotated = file.metadata.get(f"{architecture}.rope.dimension_count", head_dim)
     family = family_of(architecture, file.metadata)
@@ -156,7 +157,7 @@ def _rope_parameters(file: GgufFile, settings: dict[str, Any], head_dim: int | N
         )
     base = _positive(file, f"{architecture}.rope.freq_base", 10000.0)
     if kind == "yarn" and base <= 1:
-        raise file.fault(f"{architecture}.rope.freq_base is {base}; yarn needs one above 1")
+        raise file.fault(f"{architecture}.rope.freq_base is {base}; yarn needs a base above 1")
     rope: dict[str, Any] = {"rope_type": "default"}
     if "rope_factors_short.weight" in file.names() and architecture == "phi3":
         if kind not in ("linear", "longrope"):
@@ -173,14 +174,14 @@ def _rope_parameters(file: GgufFile, settings: dict[str, Any], head_dim: int | N
     elif kind in ("none", "linear"):
         rope.update(_divided(file, prefix, settings, rotated))
     else:
-        raise file.fault(f"{prefix}type is {kind!r}; none, linear and yarn are read, and phi3's longrope")
+        raise file.fault(f"{prefix}type is {kind!r}; supported are none, linear and yarn, and longrope for phi3")
     if (beta := file.metadata.get(f"{architecture}.attention.temperature_scale")) is not None:
         rope["llama_4_scaling_beta"] = beta
     if rotates_part and rotated and head_dim:
         rope["partial_rotary_factor"] = rotated / head_dim
     if architecture in _ROPES_BY_LAYER:
         if rope["rope_type"] not in ("default", "linear"):
-            raise file.fault(f"{prefix}type or rope_freqs.weight: {architecture} is read with linear scaling only")
+            raise file.fault(f"{prefix}type or rope_freqs.weight: {architecture} supports linear scaling only")
         return rope if rope["rope_type"] == "linear" else None
     if len(rope) == 1 and not rotates_part and architecture not in _SCALED_BY_DEFAULT:
         return None
@@ -188,14 +189,14 @@ def _rope_parameters(file: GgufFile, settings: dict[str, Any], head_dim: int | N
 
 
 def _divided(file: GgufFile, prefix: str, settings: dict[str, Any], rotated: Any) -> dict[str, Any]:
-    """Frequencies divided by one factor, by a factor each, or by both."""
+    """Return parameters that divide frequencies by one common factor, by a factor for each frequency, or by both."""
     factor = 1.0
     if file.metadata.get(f"{prefix}type") != "none":
         old = f"{file.architecture}.rope.scale_linear"
         key = old if old in file.metadata and f"{prefix}factor" not in file.metadata else f"{prefix}factor"
-        factor = 1.0 if file.metadata.get(key) == 0 else _positive(file, key, 1.0)  # 0 is llama.cpp's word for none
+        factor = 1.0 if file.metadata.get(key) == 0 else _positive(file, key, 1.0)  # in llama.cpp 0 means no scaling
     if (scale := _positive(file, f"{prefix}attn_factor", 1.0)) != 1.0:
-        raise file.fault(f"{prefix}attn_factor is {scale}; without yarn only 1 is read")
+        raise file.fault(f"{prefix}attn_factor is {scale}; without yarn only 1 is supported")
     if "rope_freqs.weight" in file.names():
         factors = [base_factor * factor for base_factor in _rope_factors(file, "rope_freqs.weight", rotated)]
         length = _positive(file, f"{file.architecture}.context_length", settings.get("max_position_embeddings", 2048))
@@ -212,14 +213,14 @@ def _divided(file: GgufFile, prefix: str, settings: dict[str, Any], rotated: Any
 
 def _yarn(file: GgufFile, prefix: str, settings: dict[str, Any]) -> dict[str, Any]:
     if "rope_freqs.weight" in file.names():
-        raise file.fault(f"tensor rope_freqs.weight beside {prefix}type yarn: only one of them is read")
-    for name, usual in _YARN_AS_EVER.items():
+        raise file.fault(f"tensor rope_freqs.weight and {prefix}type yarn contradict; only one of them is supported")
+    for name, usual in _YARN_DEFAULTS.items():
         if (value := file.metadata.get(prefix + name, usual)) != usual and not (
             name == "yarn_log_multiplier" and file.architecture in _YARN_SCALES
         ):
-            raise file.fault(f"{prefix}{name} is {value!r}; only {usual:g} is read")
+            raise file.fault(f"{prefix}{name} is {value!r}; only {usual:g} is supported")
     if f"{prefix}factor" not in file.metadata:
-        raise file.fault(f"{prefix}factor is missing beside {prefix}type yarn")
+        raise file.fault(f"{prefix}factor is missing, and {prefix}type yarn needs it")
     factor = _positive(file, f"{prefix}factor", 1.0)
     original = _positive(file, f"{prefix}original_context_length", settings.get("max_position_embeddings", 2048))
     usual_scale = 1.0 + 0.1 * math.log(max(factor, 1.0))
@@ -259,17 +260,17 @@ def _positive(file: GgufFile, key: str, default: float) -> float:
 
 
 def check_unscaled(file: GgufFile) -> None:
-    """Refuse a file with a scaled rotary embedding that transformers would silently read as a plain one.
+    """Refuse a file with a scaled rotary embedding that transformers would silently read as an unscaled one.
 
     Raises:
         ModelError: the reason names the key or the tensor.
     """
     key = f"{file.architecture}.rope.scaling.type"
     if (kind := file.metadata.get(key, "none")) != "none":
-        raise file.fault(f"{key} is {kind!r}, which is not read for files of this architecture")
+        raise file.fault(f"{key} is {kind!r}, which is not supported for files of this architecture")
     for name in ("rope_freqs.weight", "rope_factors_short.weight"):
         if name in file.names():
-            raise file.fault(f"tensor {name} is not read for files of the architecture {file.architecture}")
+            raise file.fault(f"tensor {name} is not supported for files of the architecture {file.architecture}")
 
 
 _TOKENIZER_KEYS = {
@@ -316,7 +317,8 @@ _WORDS = {
         (r"\p{N}", r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"),
     ),
 }
-"""By tokenizer.ggml.pre, how text is split before merges, where transformers has no entry: it would split as GPT-2."""
+"""By tokenizer.ggml.pre, the expressions that split text before merges. For these names transformers has no entry, and
+would split text as GPT-2 does."""
 _SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 
 
@@ -335,7 +337,7 @@ def gguf_tokenizer(file: GgufFile) -> "PreTrainedTokenizerBase":
             described[name] = value.tolist() if isinstance(value, np.ndarray) else value
     tokens = described.get("tokens")
     if not isinstance(tokens, list) or not tokens:
-        raise file.fault("the metadata lack the vocabulary tokenizer.ggml.tokens")
+        raise file.fault("the metadata lack the vocabulary, tokenizer.ggml.tokens")
     settings: dict[str, Any] = {"clean_up_tokenization_spaces": False}
     for role, name in _SPECIAL.items():
         token_id = file.metadata.get(f"tokenizer.ggml.{role}_token_id")
@@ -360,7 +362,7 @@ def gguf_tokenizer(file: GgufFile) -> "PreTrainedTokenizerBase":
 
 
 def _split_words(backend: Any, pre: str | None) -> None:
-    """Let a tokenizer split text into the words that its merges were learned from."""
+    """Let a tokenizer split text into words as its training did."""
     from tokenizers import Regex, pre_tokenizers
 
     if pre in _WORDS:
@@ -374,12 +376,12 @@ _HARMONY_ENDS = ("<|end|>", "<|return|>", "<|call|>")
 
 
 def gguf_end_tokens(file: GgufFile, vocab_size: int) -> frozenset[int]:
-    """Return the ids that end a generation: the end of the text, and the end of the turn if the file names it.
+    """Return the ids that end a generation: the end of the text, and the end of the turn if the file has it.
 
-    Harmony's turns have several messages, each with its own end. There only the last message or a call ends an answer.
+    Harmony's turns have several messages, each with its own end. Only the last message or a call ends the answer.
 
     Raises:
-        ModelError: an id is no whole number below `vocab_size`, the width of the logits.
+        ModelError: an id is not an integer below `vocab_size`, the width of the logits.
     """
     keys = [f"tokenizer.ggml.{role}_token_id" for role in ("eos", "eot")]
     named = [token_ids(file.model, f"{file.path.name}: {key}", file.metadata.get(key), vocab_size) for key in keys]

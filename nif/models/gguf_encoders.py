@@ -1,10 +1,10 @@
 """Converts GGUF files of encoders (architecture "bert"): embedding models and rerankers of the BERT and XLM-R families.
 
-    convert_encoder(GgufFile("reranker.gguf", path), directory)     # what transformers and sentence-transformers write
+    convert_encoder(GgufFile("reranker.gguf", path), directory)     # writes the files of sentence-transformers
 
-llama.cpp's converter cuts the unused first positions off an XLM-R's table. What is left computes the same as a BERT:
-its positions begin at 0, and its head, dense, tanh and projection of the first state, is BERT's pooler and classifier.
-So one module serves both families; they differ in their tokenizers.
+llama.cpp's converter cuts the unused first positions off an XLM-R's table. The rest computes the same as a BERT: its
+positions begin at 0, and its head (dense, tanh and projection of the first state) is BERT's pooler and classifier. So
+one module serves both families, which differ in their tokenizers.
 """
 
 import json
@@ -41,10 +41,10 @@ _TENSORS = {
     "cls": "pooler.dense",
     "cls.output": "classifier",
 }
-_MODES = {1: "mean", 2: "cls", 3: "lasttoken"}  # of GGUF's pooling_type
-_CONTROL = 3  # of tokenizer.ggml.token_type
-# The roles of special tokens: the keys of the metadata, where "seperator" is GGUF's own spelling, and the usual names
-# for files without the key.
+_MODES = {1: "mean", 2: "cls", 3: "lasttoken"}  # by GGUF's pooling_type
+_CONTROL = 3  # a value in tokenizer.ggml.token_type
+# The roles of special tokens: a key of the metadata ("seperator" is GGUF's own spelling), and usual names for files
+# without the key.
 _ROLES = {
     "cls": ("cls", "[CLS]", "<s>"),
     "bos": ("bos", "[CLS]", "<s>"),
@@ -59,10 +59,10 @@ _ROLES = {
 def convert_encoder(file: GgufFile, directory: Path) -> None:
     """Write configuration, weights, tokenizer and pooling of an encoder into the new `directory`.
 
-    The weights are float32, so they are to the bit what the file's blocks hold.
+    The weights are float32, so they equal the file's numbers bit for bit.
 
     Raises:
-        ModelError: the file is incomplete, or has a head or a tokenizer that is not read.
+        ModelError: the file is incomplete, or its head or its tokenizer is not supported.
     """
     from safetensors.torch import save_file
 
@@ -88,13 +88,13 @@ def _tensors(file: GgufFile, *, scores: bool) -> "dict[str, torch.Tensor]":
             prefix = f"encoder.layer.{layer}."
         name = _TENSORS.get(stored) or (f"{_TENSORS[owner]}.{kind}" if owner in _TENSORS else None)
         if name is None:
-            raise file.fault(f"tensor {stored} is not read for files of the architecture {file.architecture}")
+            raise file.fault(f"tensor {stored} is not supported for files of the architecture {file.architecture}")
         name = name if name.startswith("classifier") or not scores else f"bert.{prefix}{name}"
         tensors[name if scores else prefix + name] = file.tensor(stored).whole().float().contiguous()
     if scores and not {"cls.weight", "cls.output.weight"} <= set(file.names()):
         raise file.fault(
-            "its head lacks cls.weight or cls.output.weight: llama.cpp's converter leaves a BERT's pooler out, so its "
-            "scores cannot be those of the model; files of XLM-R rerankers have both"
+            "its head lacks cls.weight or cls.output.weight: llama.cpp's converter drops BERT's pooler, so the "
+            "file's scores would differ from the model's; use a file of an XLM-R reranker, which has both"
         )
     return tensors
 
@@ -112,7 +112,7 @@ def _config(file: GgufFile, tensors: "dict[str, torch.Tensor]", *, scores: bool)
         return len(tensor)
 
     if file.metadata.get("bert.attention.causal") is True:
-        raise file.fault("bert.attention.causal is true, which is not read for an encoder")
+        raise file.fault("bert.attention.causal is true, which is not supported for an encoder")
     config = {
         "model_type": "bert",
         "architectures": ["BertForSequenceClassification" if scores else "BertModel"],
@@ -157,7 +157,7 @@ def _write_tokenizer(file: GgufFile, config: dict[str, Any], directory: Path) ->
         if role not in special and other in special:
             special[role] = special[other]
     if not {"cls", "sep"} <= special.keys():
-        raise file.fault("the metadata lack the tokens around a text: cls_token_id and seperator_token_id")
+        raise file.fault("the metadata lack the tokens around a text, cls_token_id and seperator_token_id")
     kind = file.metadata.get("tokenizer.ggml.model")
     try:
         if kind == "bert":
@@ -165,11 +165,11 @@ def _write_tokenizer(file: GgufFile, config: dict[str, Any], directory: Path) ->
         elif kind == "t5":
             backend = _unigrams(file, tokens, special.get("unk"))
         else:
-            raise file.fault(f"tokenizer.ggml.model is {kind!r}; read for encoders are bert and t5")
+            raise file.fault(f"tokenizer.ggml.model is {kind!r}; encoders need bert or t5")
         _enclose(backend, special["cls"], special["sep"], tells_apart=kind == "bert")
     except ModelError:
         raise
-    except Exception as fault:  # tokenizers has no class of its own for its errors
+    except Exception as fault:  # the library tokenizers has no class for its errors
         raise file.fault(f"its tokenizer cannot be read: {fault}") from fault
     tells_apart = config["type_vocab_size"] > 1 and kind == "bert"
     fast: Any = PreTrainedTokenizerFast
@@ -184,7 +184,7 @@ def _write_tokenizer(file: GgufFile, config: dict[str, Any], directory: Path) ->
 
 
 def _word_pieces(file: GgufFile, tokens: list[str], unknown: int | None) -> "Backend":
-    """WordPiece. The file marks a word's first piece; BERT marks the others."""
+    """Build a WordPiece tokenizer. The file marks a word's first piece; BERT marks the other pieces."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
     kinds = file.metadata.get("tokenizer.ggml.token_type")
@@ -196,7 +196,7 @@ def _word_pieces(file: GgufFile, tokens: list[str], unknown: int | None) -> "Bac
         elif not is_control and not (token.startswith("[") and token.endswith("]")):
             token = f"##{token}"
         vocab[token] = token_id
-    # The file does not say whether the model tells cases apart. Only such a model has upper case in its words.
+    # The file does not say whether the model distinguishes cases. Only such a model has upper case in its pieces.
     lowercase = not any(piece != piece.lower() for piece in vocab if not piece.startswith("["))
     backend = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]" if unknown is None else tokens[unknown]))
     backend.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
@@ -205,7 +205,7 @@ def _word_pieces(file: GgufFile, tokens: list[str], unknown: int | None) -> "Bac
 
 
 def _unigrams(file: GgufFile, tokens: list[str], unknown: int | None) -> "Backend":
-    """XLM-R's SentencePiece."""
+    """Build XLM-R's SentencePiece tokenizer."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
     scores = file.metadata.get("tokenizer.ggml.scores")
@@ -223,7 +223,7 @@ def _unigrams(file: GgufFile, tokens: list[str], unknown: int | None) -> "Backen
 
 
 def _enclose(backend: "Backend", first: int, last: int, *, tells_apart: bool) -> None:
-    """Put the special tokens around a text and a pair, as the model's own tokenizer does."""
+    """Let the tokenizer put the special tokens around a text and a pair, as the model's own tokenizer does."""
     from tokenizers import processors
 
     begin, end = backend.id_to_token(first), backend.id_to_token(last)
@@ -239,7 +239,9 @@ def _write_pooling(file: GgufFile, config: dict[str, Any], directory: Path) -> N
     if kind == 0:
         return
     if kind not in _MODES:
-        raise file.fault(f"bert.pooling_type is {kind}; read are 1 (mean), 2 (cls), 3 (last) and {GGUF_RANK} (rank)")
+        raise file.fault(
+            f"bert.pooling_type is {kind}; supported are 1 (mean), 2 (cls), 3 (last) and {GGUF_RANK} (rank)"
+        )
     modules = ("Transformer", "Pooling", "Normalize")
     places = ("", "1_Pooling", "2_Normalize")
     _write(

@@ -1,6 +1,6 @@
-"""Lists the families of GGUF files that are read as they are.
+"""Lists the families of GGUF files that are read without a conversion.
 
-family = family_of(file)                  # None: transformers converts such a file
+family = family_of(file)                  # None means that transformers converts such a file
 family.layer_names["attn_q"]              # "self_attn.q_proj"
 """
 
@@ -10,6 +10,8 @@ from typing import Any
 
 from genbatch.nif.models.gguf_family import (
     EXPERT_NAMES,
+    EXPERT_SETTINGS,
+    GRANITE_EXPERT_NAMES,
     LAYER_NAMES,
     SETTINGS,
     SHARED_EXPERT_NAMES,
@@ -42,7 +44,7 @@ _FUSED_NAMES = {**LAYER_NAMES, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.
 _BIASES = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_down.bias"}
 
 
-# DeepSeek's names, which GLM-4-MoE's configuration has too.
+# DeepSeek's names, which GLM-4-MoE's configuration uses, too.
 _ROUTED_EXPERTS = {
     "expert_count": "n_routed_experts",
     "expert_used_count": "num_experts_per_tok",
@@ -60,7 +62,7 @@ _WITH_SHARED = {
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
-# The layer of multi-token prediction, which is numbered behind the last one.
+# The layer of multi-token prediction has the number after the last layer's.
 _NEXTN = {
     "nextn.eh_proj": "eh_proj",
     "nextn.enorm": "enorm",
@@ -94,6 +96,7 @@ _HUNYUAN = GgufFamily(
     settings=SETTINGS,
     present={"attention_bias": "blk.0.attn_q.bias"},
 )
+_LOCAL_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 _COHERE = {**SETTINGS, "attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"}
 _OLMO2 = GgufFamily(_SANDWICH_NAMES, settings=SETTINGS)
 _GRANITE = GgufFamily(
@@ -198,18 +201,8 @@ FAMILIES = {
     "granite": _GRANITE,
     "granitemoe": replace(
         _GRANITE,
-        layer_names={
-            **LAYER_NAMES,
-            "ffn_gate_inp": "block_sparse_moe.router",
-            "ffn_gate_exps": "block_sparse_moe.experts.gate_proj",
-            "ffn_up_exps": "block_sparse_moe.experts.up_proj",
-            "ffn_down_exps": "block_sparse_moe.experts.down_proj",
-        },
-        settings={
-            **_GRANITE.settings,
-            "expert_count": "num_local_experts",
-            "expert_used_count": "num_experts_per_tok",
-        },
+        layer_names={**LAYER_NAMES, **GRANITE_EXPERT_NAMES},
+        settings={**_GRANITE.settings, **_LOCAL_EXPERTS},
         present={"attention_bias": "blk.0.attn_q.bias"},
     ),
     "smollm3": GgufFamily(LAYER_NAMES, rotates_pairs=True, settings=SETTINGS, present=_BIASES),
@@ -289,13 +282,8 @@ FAMILIES = {
     "qwen3moe": GgufFamily(
         EXPERT_NAMES,
         kind="qwen3_moe",
-        settings={
-            **SETTINGS,
-            "expert_count": "num_experts",
-            "expert_used_count": "num_experts_per_tok",
-            "expert_feed_forward_length": "moe_intermediate_size",
-        },
-        fixed={"norm_topk_prob": True},  # llama.cpp always does
+        settings={**SETTINGS, **EXPERT_SETTINGS},
+        fixed={"norm_topk_prob": True},  # llama.cpp always normalises these weights
     ),
     "qwen3vl": GgufFamily(LAYER_NAMES, kind="qwen3", settings=SETTINGS),
     "apertus": GgufFamily(
@@ -310,12 +298,10 @@ FAMILIES = {
         kind="qwen2_moe",
         settings={
             **SETTINGS,
-            "expert_count": "num_experts",
-            "expert_used_count": "num_experts_per_tok",
-            "expert_feed_forward_length": "moe_intermediate_size",
+            **EXPERT_SETTINGS,
             "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
         },
-        fixed={"norm_topk_prob": False},  # llama.cpp never does
+        fixed={"norm_topk_prob": False},  # llama.cpp never normalises these weights
         single_rows=("shared_expert_gate.weight",),
     ),
     "glm4moe": GgufFamily(
@@ -350,12 +336,7 @@ FAMILIES = {
     "minimax-m2": GgufFamily(
         EXPERT_NAMES,
         kind="minimax_m2",
-        settings={
-            **SETTINGS,
-            "expert_count": "num_local_experts",
-            "expert_used_count": "num_experts_per_tok",
-            "expert_feed_forward_length": "intermediate_size",
-        },
+        settings={**SETTINGS, **_LOCAL_EXPERTS, "expert_feed_forward_length": "intermediate_size"},
         bare={"exp_probs_b.bias": "mlp.e_score_correction_bias"},
         rotates_part=True,
     ),
@@ -373,31 +354,17 @@ FAMILIES = {
         kind="hunyuan_v1_moe",
         settings={**SETTINGS, "expert_count": "num_experts", "expert_used_count": "moe_topk"},
     ),
-    # Ministral 3: queries are scaled where sequences become long, which is beyond the positions that are served.
-    "mistral3": GgufFamily(
-        LAYER_NAMES,
-        rotates_pairs=True,
-        kind="ministral3",
-        settings=SETTINGS,
-    ),
+    # Ministral 3 scales queries in long sequences, but only beyond the served positions.
+    "mistral3": GgufFamily(LAYER_NAMES, rotates_pairs=True, kind="ministral3", settings=SETTINGS),
     "gpt-oss": GgufFamily(
-        {
-            **EXPERT_NAMES,
-            "post_attention_norm": "post_attention_layernorm",
-            "ffn_gate_inp": "mlp.router",
-        },
+        {**EXPERT_NAMES, "post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
         kind="gpt_oss",
-        settings={
-            **SETTINGS,
-            "expert_count": "num_local_experts",
-            "expert_used_count": "num_experts_per_tok",
-            "expert_feed_forward_length": "intermediate_size",
-        },
+        settings={**SETTINGS, **_LOCAL_EXPERTS, "expert_feed_forward_length": "intermediate_size"},
         bare={"attn_sinks.weight": "self_attn.sinks"},
     ),
     **HYBRID_FAMILIES,
 }
-"""By `general.architecture`; files of other families are converted. Mistral's are written as "llama"."""
+"""Families by `general.architecture`; files of other families are converted. Mistral's files say "llama"."""
 
 VARIANTS: dict[str, tuple[str, Callable[[Any], bool], GgufFamily]] = {
     "llama": (
@@ -407,40 +374,32 @@ VARIANTS: dict[str, tuple[str, Callable[[Any], bool], GgufFamily]] = {
             EXPERT_NAMES,
             rotates_pairs=True,
             kind="mixtral",
-            settings={
-                **SETTINGS,
-                "expert_count": "num_local_experts",
-                "expert_used_count": "num_experts_per_tok",
-            },
+            settings={**SETTINGS, **_LOCAL_EXPERTS},
         ),
     ),
     "olmo2": ("attention.sliding_window", bool, replace(_OLMO2, kind="olmo3", windows_by_layer=True)),
     "deepseek2": (
         "expert_gating_func",
         lambda value: value == SIGMOID,
-        replace(
-            _DEEPSEEK,
-            kind="deepseek_v3",
-            bare={"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"},
-        ),
+        replace(_DEEPSEEK, kind="deepseek_v3", bare={"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}),
     ),
 }
-"""By `general.architecture`: a key without the architecture, and the family of files with such a value of it."""
+"""By `general.architecture`: a key without its prefix, a test of the key's value, and the family of such files."""
 
 
 ASSISTANT = "gemma4-assistant"
-"""llama.cpp's architecture of assistants, which are no models of their own."""
+"""llama.cpp's architecture of assistants, which cannot run alone."""
 
 _ASSISTANT_FAMILY = replace(
     FAMILIES["gemma4"],
-    settings={**FAMILIES["gemma4"].settings, "nextn_predict_layers": "num_kv_shared_layers"},  # all of its layers
+    settings={**FAMILIES["gemma4"].settings, "nextn_predict_layers": "num_kv_shared_layers"},  # counts all layers
     fixed={"vocab_size_per_layer_input": 0},
     top_names={**TOP_NAMES, **{f"nextn.{part}": part for part in ("pre_projection", "post_projection")}},
 )
 
 
 def family_of(architecture: str, metadata: Mapping[str, Any]) -> GgufFamily | None:
-    """The family of a file; None where its architecture is not in the table."""
+    """Return the family of a file; None if the file's architecture is not in the table."""
     if architecture == ASSISTANT:
         return _ASSISTANT_FAMILY
     if architecture in VARIANTS:
@@ -451,6 +410,6 @@ def family_of(architecture: str, metadata: Mapping[str, Any]) -> GgufFamily | No
 
 
 def known_kinds() -> Collection[tuple[str, str]]:
-    """`general.architecture` and transformers' kind of each family."""
+    """Return `general.architecture` and transformers' kind for each family."""
     named = [(architecture, family.kind or architecture) for architecture, family in FAMILIES.items()]
     return [*named, *((architecture, family.kind or architecture) for architecture, (_, _, family) in VARIANTS.items())]

@@ -1,6 +1,6 @@
 """GgufFamily: describes the differences between one architecture's files and transformers' modules, as data.
 
-It stands beside the names that many families have in common.
+This module also has the names that many families share.
 """
 
 from collections.abc import Callable
@@ -26,6 +26,12 @@ EXPERT_NAMES = {
     "ffn_gate_exps": "mlp.experts.gate_proj",
     "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
+}
+GRANITE_EXPERT_NAMES = {
+    "ffn_gate_inp": "block_sparse_moe.router",
+    "ffn_gate_exps": "block_sparse_moe.experts.gate_proj",
+    "ffn_up_exps": "block_sparse_moe.experts.up_proj",
+    "ffn_down_exps": "block_sparse_moe.experts.down_proj",
 }
 MTP_LAYER = "mtp.layers.0."
 TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -60,39 +66,38 @@ class GgufFamily:
     """The differences of one architecture's files from transformers' modules.
 
     Args:
-        layer_names: transformers' name for each of a layer's tensors.
-        norm_offset: to be added to the elements of norms.
-        rotates_pairs: rows of queries and keys lie in the order that rotates neighbours, not halves.
-        kind: transformers' name of the architecture, where it is another.
-        settings: keys of the metadata, without the architecture, and transformers' names for them.
+        layer_names: transformers' name for each tensor of a layer.
+        norm_offset: an addend to the elements of norms.
+        rotates_pairs: whether the rows of queries and keys lie in the order for rotating neighbours, not halves.
+        kind: transformers' name of the architecture if it differs from the file's.
+        settings: keys of the metadata, without the architecture, with transformers' names.
         fixed: settings that the files do not have.
-        bare: tensors of a layer, with ".weight" or ".bias", that transformers names without either.
-        top_names: transformers' name for each tensor that is of no layer.
-        layer: the beginning of transformers' names of a layer's tensors.
-        present: settings that are true where the file has a tensor of this name.
-        per_head: tensors of a layer that hold one row a head, and transformers' name of a row.
-        stacked: tensors of no layer that hold several matrices, and transformers' name of one.
-        numbers: keys whose value is a number for each layer, and the tensor of a layer that has it in a module.
-        qkv_together: whether queries, keys and values are one tensor with all queries first, which a module has head by
-            head.
+        bare: tensors of a layer, with ".weight" or ".bias", that transformers names without these endings.
+        top_names: transformers' name for each tensor outside the layers.
+        layer: the prefix of transformers' names of a layer's tensors.
+        present: settings, each true if the file has the tensor of this name.
+        per_head: tensors of a layer with one row for each head, and transformers' name of a row.
+        stacked: tensors outside the layers with several matrices, and transformers' name of a matrix.
+        numbers: keys with a number for each layer, and the name of the number's tensor in a layer.
+        qkv_together: whether one tensor has all queries, then all keys and values; a module has them head by head.
         rotates_part: whether rope.dimension_count may be less than a head.
-        single_rows: ends of names whose tensor is a row in the file, and a matrix of one row in a module.
-        negated_logs: names of tensors that hold -exp(x) of what transformers has.
-        as_stored: ends of names of norms that `norm_offset` leaves as they are.
-        tiled_heads: whether values' heads lie in turns of the key heads, and not key head by key head.
-        other_layers: transformers' kind of the layers that attention.head_count_kv gives no heads, if it is an array.
-        inner_size: a setting that is ssm.inner_size divided by another one, and that one.
-        windows_by_layer: whether attention.sliding_window_pattern says which layers have the window.
-        settle: translates heads and rotary embeddings that differ among layers; None where none does.
-        joined: tensors of a layer that are a part of one of transformers', and its name and their place in it.
-        mixed_heads: whether the joined tensor has all queries of a delta net, then all keys, values and gates, which a
-            module has key head by key head.
-        flattened: ends of names whose tensor has several rows in the file, and one in a module.
+        single_rows: endings of tensors that are a row in the file and a matrix of one row in a module.
+        negated_logs: names of tensors that store -exp(x) for transformers' x.
+        as_stored: endings of norms to which `norm_offset` is not added.
+        tiled_heads: whether the values' heads lie in turns of the key heads; else they lie key head by key head.
+        other_layers: transformers' kind of the layers without heads in attention.head_count_kv, if this is an array.
+        inner_size: a setting that is ssm.inner_size divided by another setting, and this other setting.
+        windows_by_layer: whether attention.sliding_window_pattern names the layers with a window.
+        settle: translates heads and rotary embeddings that differ among layers; None if they do not differ.
+        joined: tensors of a layer that are parts of a transformers tensor, with this tensor's name and their place.
+        mixed_heads: whether the parts have all queries of a delta net, then all keys, values and gates, where a module
+            has them key head by key head.
+        flattened: endings of tensors with several rows in the file and one row in a module.
         expands: a setting that is ssm.inner_size divided by embedding_length.
-        mlp_layers: transformers' kind of the layers that feed_forward_length gives a size, where it is an array: such a
-            layer is an MLP and nothing else.
-        choices: keys that are true or false, a setting, and its value for either; without the key it is false.
-        mtp_names: names of tensors that only the layer of multi-token prediction has; the layer follows the others.
+        mlp_layers: transformers' kind of the layers with a size in feed_forward_length, if this is an array: such a
+            layer has only an MLP.
+        choices: keys with true or false, a setting, and the setting's value for true and false; a missing key is false.
+        mtp_names: names of tensors that only the layer of multi-token prediction has; this layer follows the others.
     """
 
     layer_names: dict[str, str]

@@ -3,8 +3,8 @@
 file = GgufFile("model.gguf", Path("model.gguf"))
 weights = GgufWeights(file, gguf_config(file))        # a WeightSource; gguf_config.py makes the configuration
 
-The header is read by hand: gguf's own reader takes seconds for a vocabulary, trusts every length it meets, and is
-called once for the configuration, once for the tokenizer and once for the weights. Nothing here trusts a number of the
+This module parses the header itself, because gguf's reader takes seconds for a vocabulary, and trusts every length. It
+would also run three times, for the configuration, the tokenizer and the weights. This parser checks every number of the
 file.
 """
 
@@ -24,7 +24,7 @@ from genbatch.nif.models.gguf_family import MTP_LAYER
 from genbatch.nif.models.weight_source import CODE_KINDS, FLOAT_KINDS, MappedFile, StoredTensor, bytes_per_row
 from genbatch.nif.scoring import GGUF_RANK
 
-if TYPE_CHECKING:  # at run time where it is used: a model that was described before needs nothing of transformers
+if TYPE_CHECKING:  # a model with a kept description does not need transformers
     from transformers import PreTrainedConfig
 
 _MAGIC = b"GGUF"
@@ -32,7 +32,7 @@ _VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAX_DIMENSIONS = 4
-_MAX_DEPTH = 2  # arrays of arrays; known files have no deeper ones
+_MAX_DEPTH = 2  # arrays of arrays; known files have no deeper arrays
 BLOCKS = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"),
     *("MXFP4", "NVFP4", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"),
@@ -43,26 +43,26 @@ _READABLE = frozenset((*FLOAT_KINDS, *BLOCKS))
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A line of the file's table of tensors."""
+    """An entry of the file's table of tensors."""
 
     kind: int
-    shape: tuple[int, ...]  # as numpy has it: rows first
-    start: int  # byte of the file
+    shape: tuple[int, ...]  # in numpy's order: rows first
+    start: int  # first byte in the file
 
 
 class GgufFile:
-    """The header of a GGUF file, checked, and its tensors as views.
+    """The checked header of a GGUF file, and its tensors as views.
 
     Args:
-        model: what the user called the model, for errors.
+        model: the user's name of the model, for errors.
         path: the file.
-        stop_at: a key of the metadata after which nothing more is read; None reads the whole header.
+        stop_at: the last key of the metadata to read; None reads the whole header.
 
     Attributes:
         metadata: every key with its value; arrays of numbers are numpy arrays.
 
     Raises:
-        ModelError: it is no GGUF file, is cut short, or contradicts itself; the reason names the file and the place.
+        ModelError: the file is no GGUF file, is cut short, or contradicts itself; the reason names file and place.
     """
 
     def __init__(self, model: str, path: Path, *, stop_at: str | None = None) -> None:
@@ -79,7 +79,7 @@ class GgufFile:
             raise self.fault(f"the file ends within its header ({len(self._view)} bytes)") from fault
 
     def fault(self, reason: str) -> ModelError:
-        """Return an error that names this file, always on one line."""
+        """Return an error that names this file, on one line."""
         return ModelError(self.model, f"{self.path.name}: {' '.join(reason.split())}")
 
     @property
@@ -105,7 +105,7 @@ class GgufFile:
         entry = self._entries[name]
         kind = _kind_name(entry.kind)
         if kind not in _READABLE:
-            raise self.fault(f"tensor {name} is of type {kind}; read are {', '.join(sorted(_READABLE))}")
+            raise self.fault(f"tensor {name} is of type {kind}; supported are {', '.join(sorted(_READABLE))}")
         row_bytes = bytes_per_row(kind, entry.shape[-1])
         if row_bytes is None:
             raise self.fault(f"tensor {name}: rows of {entry.shape[-1]} elements do not fill blocks of {kind}")
@@ -117,17 +117,17 @@ class GgufFile:
         return StoredTensor(name, kind, entry.shape, rows)
 
     def release(self) -> None:
-        """Drops the file's pages from this process."""
+        """Drop the file's pages from this process."""
         self._file.release()
 
     # The header
 
     def _read_header(self) -> None:
         if self._view[:4].tobytes() != _MAGIC:
-            raise self.fault(f"it is no GGUF file: it begins with {self._view[:4].tobytes()!r}")
+            raise self.fault(f"it is not a GGUF file: it begins with {self._view[:4].tobytes()!r}")
         version, num_tensors, num_keys = struct.unpack_from("<IQQ", self._view, 4)
         if version not in _VERSIONS:
-            raise self.fault(f"it is GGUF of version {version}; versions 2 and 3 in little endian are read")
+            raise self.fault(f"it is GGUF of version {version}; supported are versions 2 and 3 in little endian")
         at = 24
         for _ in range(num_keys):
             key, at = self._string(at, "a key")
@@ -152,7 +152,7 @@ class GgufFile:
         for name in table:
             entry = self._entries[name]
             if entry.start % alignment:
-                raise self.fault(f"tensor {name} begins at offset {entry.start}, no multiple of {alignment}")
+                raise self.fault(f"tensor {name} begins at offset {entry.start}, not a multiple of {alignment}")
             if begin + entry.start > len(self._view):
                 at = begin + entry.start
                 raise self.fault(f"tensor {name} begins at byte {at}, the file ends at {len(self._view)}")
@@ -163,7 +163,7 @@ class GgufFile:
         last, kind, end = "", "", 0
         for name, entry in sorted(self._entries.items(), key=lambda item: item[1].start):
             if entry.start < end:
-                # PrismML's fork of llama.cpp gave the same number to blocks of 128 weights.
+                # PrismML's fork of llama.cpp uses the same number for blocks of 128 weights.
                 older = "; Q2_0 has blocks of 64 weights, as in files named g64" if kind == "Q2_0" else ""
                 raise self.fault(
                     f"tensor {last} ends at byte {end}, beyond the beginning of {name} at {entry.start}{older}"
@@ -189,7 +189,7 @@ class GgufFile:
         try:
             return str(self._view[at + 8 : end], "utf-8"), end
         except UnicodeDecodeError as fault:
-            raise self.fault(f"{what} at byte {at} is no UTF-8") from fault
+            raise self.fault(f"{what} at byte {at} is not UTF-8") from fault
 
     def _value(self, at: int, kind: int, key: str, depth: int) -> tuple[Any, int]:
         if kind in _SCALARS:
@@ -208,7 +208,7 @@ class GgufFile:
                 raise self.fault(f"the array {key!r} of {count} elements goes beyond the file's end")
             return np.frombuffer(self._file.bytes[at:end], np.dtype("<" + _SCALARS[kind])), end
         items = []
-        for _ in range(count):  # a hostile count ends at the file's end: every element takes 8 bytes or more
+        for _ in range(count):  # a hostile count fails at the file's end, because every element takes 8 bytes or more
             item, at = self._value(at, kind, key, depth + 1)
             items.append(item)
         return items, at
@@ -218,7 +218,7 @@ _CODE_KINDS = {number: kind for kind, (number, _, _) in CODE_KINDS.items()}
 
 
 def _kind_name(kind: int) -> str:
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType  # here: only GGUF files need the package
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType  # here, because only GGUF files need the package
 
     if kind in _CODE_KINDS:
         return _CODE_KINDS[kind]
@@ -229,7 +229,7 @@ def _kind_name(kind: int) -> str:
 
 
 _LAYER = re.compile(r"blk\.(0|[1-9][0-9]*)\.([\w.]+?)(?:\.(weight|bias))?")
-_IN_A_ROW = (".alpha_p", ".alpha_n")  # numbers that a module has as rows of one element
+_IN_A_ROW = (".alpha_p", ".alpha_n")  # numbers that are rows of one element in a module
 _CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")
 _OF_CONFIG = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 
@@ -253,9 +253,9 @@ class GgufWeights:
         if file.metadata.get(f"{file.architecture}.pooling_type") == GGUF_RANK:
             of_config += ("cls.output.weight", "cls.output.bias")  # gguf_scoring reads them
         self._stored: dict[str, str] = {}  # by transformers' names
-        self._place: dict[str, int] = {}  # of transformers' tensors that are a row or a matrix of a stored one
-        self._parts: dict[str, dict[int, str]] = {}  # of transformers' tensors that are several stored ones, by place
-        self._numbers: dict[str, np.ndarray] = {}  # by transformers' names, what the metadata have
+        self._place: dict[str, int] = {}  # by transformers' names, the index of a row or a matrix in a stored tensor
+        self._parts: dict[str, dict[int, str]] = {}  # by transformers' names, the stored parts of a tensor by place
+        self._numbers: dict[str, np.ndarray] = {}  # by transformers' names, numbers from the metadata
         for name in file.names():
             if name not in of_config:
                 self._add(name)
@@ -263,11 +263,11 @@ class GgufWeights:
             self._add_numbers(key, part)
 
     def names(self) -> Collection[str]:
-        """As in `WeightSource`."""
+        """See `WeightSource`."""
         return self._stored.keys()
 
     def tensor(self, name: str) -> StoredTensor:
-        """As in `WeightSource`."""
+        """See `WeightSource`."""
         if name not in self._stored:
             raise self._file.fault(f"the tensor for {name} is missing")
         if name in self._numbers:
@@ -284,7 +284,7 @@ class GgufWeights:
         if name.endswith(self._family.flattened) and len(shape) == 2:
             shape, rows = (math.prod(shape),), rows.reshape(1, -1)
         order = self._order(name, shape[0])
-        if order is not None and len(shape) == 1:  # a bias: its elements lie in one row
+        if order is not None and len(shape) == 1:  # the elements of a bias lie in one row
             rows, order = rows.reshape(len(order), -1)[order].reshape(1, -1), None
         if name.endswith(self._family.single_rows) and len(shape) == 1:
             shape = (1, *shape)
@@ -296,15 +296,15 @@ class GgufWeights:
         return self._logs(stored) if name.endswith(self._family.negated_logs) else stored
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """As in `WeightSource`."""
+        """See `WeightSource`."""
         return self.tensor(name).shape
 
     def release(self) -> None:
-        """As in `WeightSource`."""
+        """See `WeightSource`."""
         self._file.release()
 
     def _add(self, stored: str) -> None:
-        """Enter the names of a stored tensor: its own, unless the family has names for it."""
+        """Add the names of a stored tensor: its own name, unless the family has names for it."""
         match = _LAYER.fullmatch(stored)
         each = self._family.stacked.get(stored.removesuffix(".weight"))
         if match is not None and (per_head := self._family.per_head.get(match[2])):
@@ -323,7 +323,7 @@ class GgufWeights:
             self._stored[name], self._place[name] = stored, place
 
     def _add_numbers(self, key: str, part: str) -> None:
-        """Enter each layer's number of a key as a tensor."""
+        """Add a key's number for each layer as a tensor."""
         value, count = self._file.metadata.get(key), self._config.num_hidden_layers
         values = np.broadcast_to(value, count) if isinstance(value, float) else value  # one number for all layers
         if not isinstance(values, np.ndarray) or values.shape != (count,) or not np.isfinite(values).all():
@@ -336,7 +336,7 @@ class GgufWeights:
         family = self._family
         if match := _LAYER.fullmatch(stored):
             layer = family.layer.format(match[1])
-            if family.mtp_names and int(match[1]) == self._config.num_hidden_layers:  # behind all layers
+            if family.mtp_names and int(match[1]) == self._config.num_hidden_layers:  # after all layers
                 if mtp := family.mtp_names.get(match[2]):
                     return f"{mtp}.{match[3]}"
                 layer = MTP_LAYER
@@ -348,10 +348,10 @@ class GgufWeights:
         return f"{family.top_names[top]}.{suffix}" if top in family.top_names else None
 
     def _joined(self, name: str) -> StoredTensor:
-        """Return stored tensors one below the other; those of several types become floats, which keeps every value."""
+        """Return stored tensors one below the other. Different types become floats, which keeps every value."""
         places = self._parts[name]
         if sorted(places) != [0, 1]:
-            raise self._file.fault(f"tensor {self._stored[name]} lacks the one that it belongs to")
+            raise self._file.fault(f"tensor {self._stored[name]} lacks its partner")
         parts = [self._file.tensor(places[place]) for place in sorted(places)]
         kinds, widths = {part.kind for part in parts}, {part.shape[-1] for part in parts}
         if len(widths) > 1:
@@ -370,7 +370,9 @@ class GgufWeights:
         keys, values = config.linear_num_key_heads, config.linear_num_value_heads * config.linear_value_head_dim
         sizes = (keys * config.linear_key_head_dim,) * 2 + (values,) * 2
         if sum(sizes) != count:
-            raise self._file.fault(f"tensor {self._stored[name]} makes {count} rows where {sum(sizes)} belong")
+            raise self._file.fault(
+                f"tensor {self._stored[name]} and its other part have {count} rows, not {sum(sizes)}"
+            )
         kinds = np.split(np.arange(count), np.cumsum(sizes)[:-1])
         return np.concatenate([rows.reshape(keys, -1) for rows in kinds], axis=1).reshape(-1)
 
@@ -382,7 +384,7 @@ class GgufWeights:
         return StoredTensor(stored.name, "F32", stored.shape, rows)
 
     def _grouped(self, size: int) -> np.ndarray:
-        """Return for each row of values, `size` a head, the file's row, which has the key heads in turn."""
+        """Return the file's row for each row of values, `size` rows a head. The file has the key heads in turn."""
         keys, heads = self._config.linear_num_key_heads, self._config.linear_num_value_heads
         return np.arange(heads * size).reshape(heads // keys, keys, size).swapaxes(0, 1).reshape(-1)
 
@@ -393,7 +395,7 @@ class GgufWeights:
         return None if np.array_equal(order, np.arange(len(order))) else order
 
     def _value_order(self, name: str, count: int) -> np.ndarray | None:
-        """Return the order, as `_order` does, of a recurrent layer's rows that belong to heads of values."""
+        """Return the order, as `_order` does, of the rows of a recurrent layer's tensor with heads of values."""
         if ".linear_attn." not in name or "norm" in name or "out_proj" in name:
             return None
         heads = self._config.linear_num_value_heads
@@ -406,9 +408,9 @@ class GgufWeights:
         return np.concatenate((np.arange(before), before + self._grouped(self._config.linear_value_head_dim)))
 
     def _order(self, name: str, count: int) -> np.ndarray | None:
-        """Return for each row of a module's tensor the file's row; None if the order is the same.
+        """Return the file's row for each row of a module's tensor; None if the order is the same.
 
-        Undoes what llama.cpp's converter does to Llama's queries and keys, and to GPT-NeoX's.
+        llama.cpp's converter reorders Llama's queries and keys, and GPT-NeoX's queries, keys and values.
         """
         if self._family.tiled_heads:
             return self._value_order(name, count)
@@ -422,6 +424,6 @@ class GgufWeights:
         if count % (parts * heads):
             raise self._file.fault(f"tensor {self._stored[name]} has {count} rows for {heads} heads")
         order = np.arange(count)
-        if parts == 3:  # all queries, keys and values, in the module head by head
+        if parts == 3:  # the file has all queries, then keys and values; the module has them head by head
             return np.ascontiguousarray(order.reshape(3, heads, -1).swapaxes(0, 1)).reshape(-1)
         return np.ascontiguousarray(order.reshape(heads, -1, 2).swapaxes(1, 2)).reshape(-1)

@@ -1,4 +1,4 @@
-"""Translates what GGUF files of Gemma say of layers that differ: heads, widths, sparsity and rotary embeddings."""
+"""Translates the metadata of layers that differ in GGUF files of Gemma: heads, widths, sparsity, rotary embeddings."""
 
 from statistics import NormalDist
 from typing import Any
@@ -9,12 +9,12 @@ import numpy as np
 def settle_gemma4(file: Any, settings: dict[str, Any]) -> None:
     """Translate the metadata of a Gemma 4 to the configuration's settings.
 
-    A file names the heads of layers that attend to everything, and with "_swa" those of the others. The factors of
-    rope_freqs.weight are 1 for pairs of elements that are rotated and huge for the others.
+    A file has the heads of layers with full attention, and with "_swa" the heads of layers with a window. The factors
+    in rope_freqs.weight are 1 for rotated pairs of elements, and huge for the other pairs.
 
     Args:
         file: the GgufFile.
-        settings: changed in place.
+        settings: the settings, which are changed in place.
 
     Raises:
         ModelError: the metadata contradict each other; the reason names the key or the tensor.
@@ -33,7 +33,7 @@ def settle_gemma4(file: Any, settings: dict[str, Any]) -> None:
             raise file.fault(f"{start}attention.head_count_kv is {heads}: layers of one kind differ")
         settings[name] = counts.pop()
     if settings["num_global_key_value_heads"] != settings["num_key_value_heads"] and not settings["attention_k_eq_v"]:
-        raise file.fault(f"{start}attention.head_count_kv is {heads} in layers that have values of their own")
+        raise file.fault(f"{start}attention.head_count_kv is {heads} in layers with separate values")
     widths = _each(file, "feed_forward_length", settings)
     settings["intermediate_size"] = widths[0]
     settings["use_double_wide_mlp"] = set(widths) == {widths[0], 2 * widths[0]}
@@ -48,11 +48,11 @@ def settle_gemma4(file: Any, settings: dict[str, Any]) -> None:
 def settle_gemma3n(file: Any, settings: dict[str, Any]) -> None:
     """Translate the metadata of a Gemma 3n to the configuration's settings.
 
-    A file has the standard deviations from which a layer's gates count; the configuration has the share below them.
+    A file has the standard deviations from which a layer's gates count. The configuration has the share of gates below.
 
     Args:
         file: the GgufFile.
-        settings: changed in place.
+        settings: the settings, which are changed in place.
 
     Raises:
         ModelError: the metadata contradict each other; the reason names the key or the tensor.
@@ -73,9 +73,9 @@ def _kinds_of_layers(file: Any, settings: dict[str, Any]) -> list[str]:
     """Return the kind of each layer's attention, and refuse a scaled rotary embedding."""
     start, kinds, count = f"{file.architecture}.", settings.get("layer_types"), settings.get("num_hidden_layers")
     if not isinstance(kinds, list) or len(kinds) != count:
-        raise file.fault(f"{start}attention.sliding_window_pattern is no list of {count}")
+        raise file.fault(f"{start}attention.sliding_window_pattern is not a list of {count} values")
     if (scaling := file.metadata.get(f"{start}rope.scaling.type", "none")) != "none":
-        raise file.fault(f"{start}rope.scaling.type is {scaling!r}; only none is read")
+        raise file.fault(f"{start}rope.scaling.type is {scaling!r}; only none is supported")
     return kinds
 
 
@@ -85,14 +85,14 @@ def _window_rope(file: Any) -> dict[str, Any]:
 
 
 def _own(layers: list[int], settings: dict[str, Any]) -> list[int]:
-    """Of these layers those that write keys and values."""
+    """Return those of the layers that write keys and values."""
     shared = settings.get("num_kv_shared_layers")
     first = settings["num_hidden_layers"] - (shared if isinstance(shared, int) else 0)
     return [layer for layer in layers if layer < first]
 
 
 def _each(file: Any, key: str, settings: dict[str, Any]) -> list[Any]:
-    """Return a number for each layer, which a file may give once for all."""
+    """Return a number for each layer; a file may have one number for all layers."""
     value, count = file.metadata.get(f"{file.architecture}.{key}"), settings["num_hidden_layers"]
     each = value.tolist() if isinstance(value, np.ndarray) else [value] * count
     if len(each) != count:
@@ -104,5 +104,5 @@ def _proportional(file: Any, base: Any, head_dim: Any) -> dict[str, Any]:
     factors = file.tensor("rope_freqs.weight").whole().flatten()
     rotated = int((factors == 1).sum())
     if 2 * len(factors) != head_dim or not (factors[:rotated] == 1).all() or not (factors[rotated:] > 1e29).all():
-        raise file.fault(f"tensor rope_freqs.weight does not tell rotated elements of {head_dim} from others")
+        raise file.fault(f"tensor rope_freqs.weight does not divide {head_dim} elements into rotated and others")
     return {"rope_type": "proportional", "partial_rotary_factor": rotated / len(factors), "rope_theta": base}

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from genbatch.nif.models.gguf_family import (
     EXPERT_SETTINGS,
+    GRANITE_EXPERT_NAMES,
     LAYER_NAMES,
     SETTINGS,
     SHARED_EXPERT_NAMES,
@@ -149,10 +150,7 @@ HYBRID_FAMILIES = {
     "granitehybrid": GgufFamily(
         {
             **LAYER_NAMES,
-            "ffn_gate_inp": "block_sparse_moe.router",
-            "ffn_gate_exps": "block_sparse_moe.experts.gate_proj",
-            "ffn_up_exps": "block_sparse_moe.experts.up_proj",
-            "ffn_down_exps": "block_sparse_moe.experts.down_proj",
+            **GRANITE_EXPERT_NAMES,
             "ffn_down": "shared_mlp.output_linear",
             "ffn_down_shexp": "shared_mlp.output_linear",
             **_mamba_names("mamba"),
@@ -196,8 +194,8 @@ HYBRID_FAMILIES = {
         },
         kind="falcon_h1",
         settings={**SETTINGS, **_MAMBA_SETTINGS, "ssm.inner_size": "mamba_d_ssm"},
-        fixed={"mamba_norm_before_gate": False},  # the converter multiplies the factors into the weights
-        bare={**_mamba_bare("mamba"), "ffn_norm": "pre_ff_layernorm.weight"},  # its name in a file has no ".weight"
+        fixed={"mamba_norm_before_gate": False},  # the factors are in the weights already
+        bare={**_mamba_bare("mamba"), "ffn_norm": "pre_ff_layernorm.weight"},  # files have this name without ".weight"
         top_names={**TOP_NAMES, "output_norm": "model.final_layernorm"},
         present={"mamba_rms_norm": "blk.0.ssm_norm.weight"},
         negated_logs=("mamba.A_log",),
@@ -273,4 +271,4 @@ HYBRID_FAMILIES = {
         single_rows=("shared_expert_gate.weight",),
     ),
 }
-"""By `general.architecture`."""
+"""Families by `general.architecture`."""

@@ -1,4 +1,4 @@
-"""Translates what GGUF files of DeepSeek's architecture say of compressed keys and values."""
+"""Translates the metadata of compressed keys and values in GGUF files of DeepSeek's architecture."""
 
 from typing import Any
 
@@ -9,11 +9,12 @@ SIGMOID = 2
 def settle_latent(file: Any, settings: dict[str, Any]) -> None:
     """Translate the metadata of a model with compressed keys and values to the configuration's settings.
 
-    Newer files name the sizes of a cached row, and with "_mla" those of a head. Older files name those of a head.
+    Newer files have the sizes of a cached row, and with "_mla" the sizes of a head. Older files have only the sizes of
+    a head.
 
     Args:
         file: the GgufFile.
-        settings: changed in place.
+        settings: the settings, which are changed in place.
 
     Raises:
         ModelError: the metadata are incomplete or contradict each other; the reason names the key.
@@ -21,7 +22,7 @@ def settle_latent(file: Any, settings: dict[str, Any]) -> None:
     metadata, start = file.metadata, f"{file.architecture}."
     settings.pop("head_dim", None)
     if "kv_lora_rank" not in settings:
-        raise file.fault(f"{start}attention.kv_lora_rank is missing: only compressed keys and values are read")
+        raise file.fault(f"{start}attention.kv_lora_rank is missing: only compressed keys and values are supported")
     rotated, key, value = (
         next((metadata[start + name] for name in names if start + name in metadata), None)
         for names in (
@@ -37,7 +38,7 @@ def settle_latent(file: Any, settings: dict[str, Any]) -> None:
     settings["num_key_value_heads"] = settings.get("num_attention_heads")
     settings.setdefault("q_lora_rank", None)
     _settle_experts(file, settings)
-    settings["head_dim"] = rotated  # what the rotary embedding is made for
+    settings["head_dim"] = rotated  # the rotary embedding's size
 
 
 def _settle_experts(file: Any, settings: dict[str, Any]) -> None:
@@ -47,4 +48,4 @@ def _settle_experts(file: Any, settings: dict[str, Any]) -> None:
     if not is_sigmoid:
         settings["topk_method"] = "group_limited_greedy" if groups > 1 else "greedy"
         if settings.get("norm_topk_prob"):
-            raise file.fault(f"{file.architecture}.expert_weights_norm is true beside weights that are shares of all")
+            raise file.fault(f"{file.architecture}.expert_weights_norm is true, which only sigmoid weights support")

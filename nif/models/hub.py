@@ -1,7 +1,7 @@
-"""Models of the Hugging Face hub: what is downloaded, what is in the cache, and what is deleted there. No torch.
+"""Downloads models of the Hugging Face hub, and lists and deletes them in the cache. It does not import torch.
 
     directory = download("someone/model", progress)
-    cached_models()                     # what the cache has, with size and last use
+    cached_models()                     # the models in the cache, with size and last use
     delete(["someone/model"])
 
 The cache is the hub client's own ($HF_HOME, $HF_HUB_CACHE), which other programs share.
@@ -21,9 +21,10 @@ from genbatch.nif.errors import ModelError
 from genbatch.nif.models.model_names import known_names
 
 Progress = Callable[[str, int, int], None]
-"""Called as progress(stage, done, total): "download", "convert", "load", "compile" or "pack", total 0 while unknown."""
+"""Called as progress(stage, done, total). Stages are "download", "convert", "load", "compile" and "pack"; an unknown
+total is 0."""
 
-# Weights, configuration, tokenizer and template; never pickled weights, never code.
+# Download weights, configuration, tokenizer and template, but no pickled weights and no code.
 # guard: no pickles fetched
 PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer*", "*.model"]
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -34,8 +35,8 @@ class CachedModel:
     """A model in the hub's cache.
 
     Args:
-        num_bytes: the size of its files on the disk.
-        used_at: when a file of it was read last, in seconds since the epoch.
+        num_bytes: the size of the model's files on the disk.
+        used_at: the time of the last read of any of these files, in seconds since the epoch.
     """
 
     name: str
@@ -65,8 +66,8 @@ def download(source: str, progress: Progress) -> Path:
     except LocalEntryNotFoundError as fault:
         raise ModelError(
             source,
-            f"it is neither a local path, nor a name among {known_names()}, nor in the Hugging Face cache, and "
-            f"{_hub()} cannot be reached; where it can, run: hf download {source}",
+            f"it is no local path, no known name ({known_names()}) and not in the Hugging Face cache, and "
+            f"{_hub()} cannot be reached; on a machine that reaches it, run: hf download {source}",
         ) from fault
     except (HfHubHTTPError, HFValidationError, OSError) as fault:
         reason = str(fault).strip().splitlines()[0] if str(fault).strip() else type(fault).__name__
@@ -78,7 +79,7 @@ def download(source: str, progress: Progress) -> Path:
 
 
 def check_room(source: str) -> None:
-    """Refuse a download that the disk has no room for; a hub that cannot be asked is left to `download`.
+    """Refuse a download that the disk has no room for. If the hub cannot be reached, `download` reports it later.
 
     Raises:
         ModelError: the missing files are larger than the free space.
@@ -96,7 +97,7 @@ def check_room(source: str) -> None:
     free = shutil.disk_usage(folder).free
     if missing > free:
         raise ModelError(
-            source, f"{missing / 1e6:.1f} MB are to be downloaded, and {folder} has {free / 1e6:.1f} MB free"
+            source, f"the download needs {missing / 1e6:.1f} MB, and {folder} has {free / 1e6:.1f} MB free"
         )
 
 
@@ -110,7 +111,7 @@ def delete(names: Iterable[str]) -> None:
     """Delete models from the cache.
 
     Raises:
-        ModelError: the cache has no such model; then none is deleted.
+        ModelError: the cache lacks a model; then no model is deleted.
     """
     repos = _scanned()
     for name in names:
@@ -150,10 +151,10 @@ def _blobs(source: str) -> set[Path]:
 
 
 def _check_blobs(source: str, blobs: Iterable[Path]) -> None:
-    """Compare new files with the hashes that they are named by: SHA-256 of large files, git's of small ones.
+    """Compare new files with the hashes in their names: SHA-256 for large files, git's hash for small files.
 
     Raises:
-        ModelError: one is damaged; it is deleted, so that the next download gets it again.
+        ModelError: a file is damaged; it is deleted, so that the next download gets it again.
     """
     for blob in sorted(blobs):
         with blob.open("rb") as file:
@@ -169,12 +170,12 @@ def _check_blobs(source: str, blobs: Iterable[Path]) -> None:
                 if link.is_symlink() and not link.exists():
                     link.unlink()
             raise ModelError(
-                source, f"a file was damaged on its way: its hash is {digest}, and not {blob.name}; try again"
+                source, f"a file was damaged during the download: its hash is {digest}, not {blob.name}; try again"
             )
 
 
 def _reporting_bar(progress: Progress) -> Any:
-    """A bar class for the Hugging Face client that draws nothing and reports bytes."""
+    """Return a progress bar class for the Hugging Face client that draws nothing and reports bytes."""
     from huggingface_hub import utils
 
     client: Any = utils

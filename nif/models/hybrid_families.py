@@ -1,4 +1,4 @@
-"""Describes the hybrid families: some layers keep a state or convolve in place of attention."""
+"""Describes the hybrid families: some layers have a recurrent state or a convolution instead of attention."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from genbatch.nif.models.architecture import (
     Tensors,
     head_dim_of,
 )
-from genbatch.nif.models.dense_families import full_layers, llama, olmo2, qwen3
+from genbatch.nif.models.dense_families import layers_of, llama, olmo2, qwen3
 from genbatch.nif.models.expert_families import granite_moe, parts_of, qwen2_moe
 
 
@@ -32,14 +32,13 @@ def _lfm2(config: Any) -> Architecture:
         q_norm="self_attn.q_layernorm",
         k_norm="self_attn.k_layernorm",
     )
-    convolving = frozenset(layer for layer, kind in enumerate(config.layer_types) if kind == "conv")
     return Architecture(
         config.norm_eps,
         head_dim_of(config) ** -0.5,
         "silu",
         tensors=names,
         qk_norm=SHARED,
-        convolution=ConvolutionNames(convolving),
+        convolution=ConvolutionNames(layers_of(config, "conv")),
     )
 
 
@@ -76,15 +75,11 @@ def _lfm3(config: Any) -> Architecture:
     return replace(_lfm2(config), tensors=names, head_gated=config.use_attention_gate)
 
 
-def _layers_of(config: Any, *kinds: str) -> frozenset[int]:
-    return frozenset(layer for layer, kind in enumerate(config.layer_types) if kind in kinds)
-
-
 def _delta_net(config: Any, inputs: tuple[SomeRows, ...]) -> RecurrenceNames:
     if config.hidden_act != "silu":
-        raise ValueError(f"hidden_act is {config.hidden_act}; the convolution of a delta net is followed by silu here")
+        raise ValueError(f"hidden_act is {config.hidden_act}; after a delta net's convolution only silu is computed")
     return RecurrenceNames(
-        _layers_of(config, "linear_attention"),
+        layers_of(config, "linear_attention"),
         inputs,
         heads=config.linear_num_value_heads,
         key_heads=config.linear_num_key_heads,
@@ -95,16 +90,14 @@ def _delta_net(config: Any, inputs: tuple[SomeRows, ...]) -> RecurrenceNames:
     )
 
 
-_APART = tuple(SomeRows(f"linear_attn.in_proj_{name}") for name in ("qkv", "a", "b", "z"))
-
-
 def _qwen3_5(config: Any) -> Architecture:
+    inputs = tuple(SomeRows(f"linear_attn.in_proj_{name}") for name in ("qkv", "a", "b", "z"))
     return replace(
         qwen3(config),
         norm_offset=1.0,
         partial_rotary=True,
         gated_attention=True,
-        recurrence=_delta_net(config, _APART),
+        recurrence=_delta_net(config, inputs),
         mtp=MtpNames(),
     )
 
@@ -122,7 +115,7 @@ def _qwen3_5_moe(config: Any) -> Architecture:
 
 
 def _qwen3_next(config: Any) -> Architecture:
-    # The rows go by key heads: a query, a key, and the values and gates that it serves.
+    # The rows lie key head by key head: a query, a key, and their values and gates.
     per_key = config.linear_num_value_heads // config.linear_num_key_heads
     key, value = config.linear_key_head_dim, per_key * config.linear_value_head_dim
 
@@ -137,20 +130,13 @@ def _qwen3_next(config: Any) -> Architecture:
         SomeRows(scalars, (*rows(pairs, per_key, per_key), *rows(pairs, 0, per_key))),
         SomeRows(both, rows(mixed, 2 * key + value, value)),
     )
-    return replace(
-        qwen2_moe(config),
-        qk_norm=SHARED,
-        norm_offset=1.0,
-        partial_rotary=True,
-        gated_attention=True,
-        recurrence=_delta_net(config, inputs),
-        mtp=MtpNames(),
-    )
+    recurrence = _delta_net(config, inputs)
+    return replace(_qwen3_5(config), experts=qwen2_moe(config).experts, recurrence=recurrence)
 
 
 @dataclass(frozen=True, slots=True)
 class _MambaSizes:
-    """Sizes of a Mamba 2 layer, which each family's configuration names in its own way."""
+    """The sizes of a Mamba 2 layer, for which families use different names."""
 
     heads: int
     head: int
@@ -162,19 +148,19 @@ class _MambaSizes:
 def _mamba2(
     config: Any, sizes: _MambaSizes, start: str = "mamba.", factors: Sequence[float] = (1.0, 1.0, 1.0, 1.0, 1.0)
 ) -> RecurrenceNames:
-    """Names of Mamba 2 in the layers of linear attention; `factors` are those of gates, x, B, C and steps."""
+    """Return Mamba 2's names for the layers of linear attention; `factors` are for gates, x, B, C and steps."""
     activation = getattr(config, "mamba_hidden_act", None) or config.hidden_act
     if activation != "silu" or tuple(config.time_step_limit) != (0.0, math.inf):
         what = f"hidden_act is {activation}, time_step_limit {config.time_step_limit}"
-        raise ValueError(f"{what}; Mamba 2 runs with silu and unlimited steps here")
+        raise ValueError(f"{what}; Mamba 2 is computed with silu and unlimited steps only")
     inner, group = sizes.heads * sizes.head, sizes.groups * sizes.state
-    # In the file: gates, x, B, C, steps; of these the convolution has x, B and C.
+    # Files have gates, x, B, C and steps in this order; the convolution has x, B and C.
     ends = list(accumulate((inner, inner, group, group, sizes.heads)))
     gates, values, keys, queries, steps = (range(start, end) for start, end in pairwise((0, *ends)))
     in_convolution = tuple(range(part.start - inner, part.stop - inner) for part in (queries, keys, values))
     of_gates, of_values, of_keys, of_queries, of_steps = factors
     return RecurrenceNames(
-        _layers_of(config, "linear_attention"),
+        layers_of(config, "linear_attention"),
         (
             SomeRows(
                 f"{start}in_proj",
@@ -197,7 +183,7 @@ def _mamba2(
 
 
 def _mamba_sizes(config: Any) -> _MambaSizes:
-    """Sizes as Bamba, Granite 4 and Falcon-H1 name them."""
+    """Return the sizes by the names of Bamba, Granite 4 and Falcon-H1."""
     return _MambaSizes(
         config.mamba_n_heads, config.mamba_d_head, config.mamba_n_groups, config.mamba_d_state, config.mamba_d_conv
     )
@@ -223,7 +209,7 @@ def _granite_hybrid(config: Any) -> Architecture:
 
 
 def _falcon_h1(config: Any) -> Architecture:
-    """Attention and Mamba 2 read the same row, and the sum of both is added; each linear has a factor of its own."""
+    """Describe Falcon-H1: attention and Mamba 2 read the same row, and both outputs are added; linears have factors."""
     every = frozenset(range(config.num_hidden_layers))
     gate_factor, down_factor = config.mlp_multipliers
     mixer = replace(
@@ -266,9 +252,9 @@ def _mamba2_alone(config: Any) -> Architecture:
 
 
 def _nemotron_h(config: Any) -> Architecture:
-    """Each layer is a norm and one thing: Mamba 2, attention, an MLP or experts."""
+    """Describe Nemotron-H: after its norm, a layer has only one of Mamba 2, attention, an MLP or experts."""
     if config.moe_latent_size is not None and "moe" in config.layer_types:
-        raise ValueError(f"moe_latent_size is {config.moe_latent_size}; experts read whole rows here")
+        raise ValueError(f"moe_latent_size is {config.moe_latent_size}; only experts that read whole rows are computed")
     sizes = _MambaSizes(
         config.mamba_num_heads, config.mamba_head_dim, config.n_groups, config.ssm_state_size, config.conv_kernel
     )
@@ -292,7 +278,7 @@ def _nemotron_h(config: Any) -> Architecture:
         whole=("mixer.experts.up_proj", "mixer.experts.down_proj"),
         single=("mixer.experts.{}.up_proj", "mixer.experts.{}.down_proj"),
         stacked=("mixer.experts.ups", "mixer.experts.downs"),
-        layers=_layers_of(config, "moe"),
+        layers=layers_of(config, "moe"),
         shared=("mixer.shared_experts.up_proj", "mixer.shared_experts.down_proj"),
         shared_intermediate=config.moe_shared_expert_intermediate_size,
         sigmoid=True,
@@ -309,13 +295,13 @@ def _nemotron_h(config: Any) -> Architecture:
         no_rope=frozenset(range(config.num_hidden_layers)),
         experts=experts if experts.layers else None,
         recurrence=_mamba2(config, sizes, "mixer."),
-        attending=full_layers(config),
-        mlps=_layers_of(config, "mlp", "moe"),
+        attending=layers_of(config, "full_attention"),
+        mlps=layers_of(config, "mlp", "moe"),
     )
 
 
 def _olmo_hybrid(config: Any) -> Architecture:
-    """OLMo 2's norms where a layer attends, and Llama's where it is a delta net."""
+    """Describe OLMo hybrid: attention layers have OLMo 2's norms, and delta nets have Llama's norms."""
     projections = tuple(SomeRows(f"linear_attn.{name}_proj") for name in "qkvabg")
     delta = replace(
         _delta_net(config, projections),

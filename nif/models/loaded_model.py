@@ -1,4 +1,4 @@
-"""Model: a causal language model or an encoder in memory. `load_model` makes it, runners read it."""
+"""Model: a causal language model or an encoder in memory. `load_model` makes it, and runners read it."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -12,24 +12,24 @@ from genbatch.nif.runner import LayerGroup, LayerShape
 from genbatch.nif.text.pairs import PairReader
 from genbatch.nif.text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:  # a model that was described before needs nothing of torch and transformers
+if TYPE_CHECKING:  # a model with a kept description needs neither torch nor transformers
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from genbatch.nif.models.weight_source import WeightSource
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""The numbers that a model computes in, by torch's names, and their bytes."""
+"""torch's names of a model's numbers, with their bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleShape:
-    """transformers' module in words. All its linears are plain.
+    """The names and shapes of a transformers module. All its linears are plain.
 
     Args:
-        kind: its class's name.
+        kind: the name of the module's class.
         tensors: each tensor's shape.
-        parts: its modules without modules inside, by name: (outputs, inputs) of a linear that is not the head.
+        parts: by name, the modules without submodules: (outputs, inputs) for a linear, None for the head and the rest.
     """
 
     kind: str
@@ -38,7 +38,7 @@ class ModuleShape:
 
 
 class Lazy:
-    """An object that is made when an attribute of it is first read."""
+    """A stand-in that creates an object when an attribute is first read."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
@@ -56,27 +56,27 @@ class Model:
     """A loaded model. It is immutable, and all runners share it.
 
     Args:
-        name: what to call it towards users.
-        hf: transformers' module in eval mode, its attention going through `ATTENTION_NAME`; on the "meta" device, a
-            description without weights, where `weights` has them. Lazy where `shape` is there.
-        config: of the text decoder.
+        name: the model's name for users.
+        hf: transformers' module in eval mode, with attention through `ATTENTION_NAME`. If `weights` has the weights,
+            it is on the "meta" device, without weights. If `shape` is set, it is a Lazy.
+        config: the text decoder's configuration.
         tokenizer: the model's own.
-        dtype: of the weights and of the KV cache, one of DTYPES.
-        device: where both live.
-        groups: the layers by how far they look back.
-        layers: what each layer keeps in the KV cache.
-        vocab_size: width of the logits; token ids are below it.
-        eos_token_ids: any of them ends a generation.
-        max_position: positions one sequence may have.
-        weights: the tensors in their files, for a runner that packs them itself; None where `hf` holds them.
-        pooling: how embeddings or scores are made; None where there are none.
-        pairs: makes the tokens of what it scores; None where it scores nothing.
-        generates: whether it continues text.
-        sampling: how its makers say to draw, by the names of a request's parameters; nothing where they say nothing.
-        codes: the files of a checkpoint that is quantised already, beside the values that `hf` holds; else None.
-        shape: what a native runner asks of `hf`, where that was described before; else None.
-        identity: a digest of the model's files and of this code; "" where packed weights are not kept.
-        sample: what `weights_sample` returned when the model was described; "" before.
+        dtype: the type of the weights and of the KV cache, one of DTYPES.
+        device: the device of the weights and of the KV cache.
+        groups: the layers, grouped by the positions that they read.
+        layers: the shapes of each layer's entries in the KV cache.
+        vocab_size: the width of the logits; every token id is below it.
+        eos_token_ids: each of these ids ends a generation.
+        max_position: most positions of a sequence.
+        weights: the tensors in their files, for a runner that packs them; None if `hf` has the weights.
+        pooling: the way to make embeddings or scores; None for neither.
+        pairs: makes the tokens of a query and a document; None if the model scores nothing.
+        generates: whether the model generates text.
+        sampling: the sampling parameters that the model's makers recommend, by a request's names; may be empty.
+        codes: the files of a quantised checkpoint, in addition to the values in `hf`; None for other checkpoints.
+        shape: the module's names and shapes if they were kept; else None.
+        identity: a digest of the model's files and of this code; "" if packed weights are not kept.
+        sample: the result of `weights_sample` when the model was described; "" for a new description.
     """
 
     name: str
@@ -102,7 +102,7 @@ class Model:
 
     @property
     def torch_dtype(self) -> "torch.dtype":
-        """Return `dtype` as torch has it."""
+        """Return `dtype` as a torch.dtype."""
         import torch
 
         dtype: torch.dtype = getattr(torch, self.dtype)
@@ -110,7 +110,7 @@ class Model:
 
     @property
     def torch_device(self) -> "torch.device":
-        """Return `device` as torch has it."""
+        """Return `device` as a torch.device."""
         import torch
 
         return torch.device(str(self.device))
@@ -120,7 +120,7 @@ _SAMPLED_BYTES = 256  # of each tensor
 
 
 def weights_sample(model: Model) -> str:
-    """Return a digest of each tensor's first weights: further training may leave most tensors as they were."""
+    """Return a digest of each tensor's first weights, because further training may leave most tensors unchanged."""
     if model.sample:
         return model.sample
     digest, source = hashlib.sha256(), model.weights
@@ -134,7 +134,7 @@ def weights_sample(model: Model) -> str:
 
 
 def module_shape(model: Model) -> ModuleShape:
-    """Return the model's module in words."""
+    """Return the names and shapes of the model's module."""
     if model.shape is not None:
         return model.shape
     import torch

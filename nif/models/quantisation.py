@@ -1,4 +1,4 @@
-"""What a checkpoint's configuration says about its quantised weights; refuses what is not read."""
+"""Reads the quantisation of a checkpoint's weights from its configuration, and refuses unsupported ones."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from genbatch.nif.errors import ModelError
-from genbatch.nif.models.file_checks import check_counts, one_line, read_object, shown
+from genbatch.nif.json_files import one_line, read_object
+from genbatch.nif.models.file_checks import check_counts, shown
 
 _REMEDY = (
-    "take the model as it was before, with quantize int8 or int4, or its GPTQ, AWQ or compressed-tensors form in 4 or "
-    "8 bits, its FP8 form, or a GGUF file"
+    "use the original model with quantize int8 or int4, or its GPTQ, AWQ or compressed-tensors form in 4 or 8 bits, "
+    "its FP8 form, or a GGUF file"
 )
 CODE_BITS = (4, 8)
 """The bits of a code in groups."""
@@ -29,11 +30,11 @@ class Quantisation:
 
     Args:
         method: "gptq", "awq", "compressed-tensors", "fp8", "modelopt", "mxfp4", "bitsandbytes" or "mlx".
-        bits: of a code; None where linears differ, or have no codes.
-        own: bits and group of the linears that have others, by name.
-        groups: inputs that share a scale, in each way that some linears have it; -1 is all of a linear's.
-        less_one: whether zeros are stored less one, as GPTQ's first format has them.
-        tile: outputs and inputs that share a scale of FP8; None: not by tiles.
+        bits: bits of a code; None if linears differ or have no codes.
+        groups: every number of inputs that share a scale in some linears; -1 means all inputs of a linear.
+        less_one: whether zeros are stored less one, as in GPTQ's first format.
+        tile: outputs and inputs that share a scale of FP8; None if scales are not for tiles.
+        own: bits and group of linears that differ from `bits` and `groups`, by name.
     """
 
     method: str
@@ -48,10 +49,10 @@ def quantisation_of(source: str, config: Any, directory: Path) -> Quantisation |
     """Return a checkpoint's quantisation; None for a plain checkpoint.
 
     Args:
-        source: what the user called the model, for errors.
+        source: the user's name of the model, for errors.
         config: transformers' configuration.
-        directory: where config.json is, and the quantize_config.json of GPTQ's first tools, or ModelOpt's
-            hf_quant_config.json.
+        directory: the directory of config.json. It may also have the quantize_config.json of GPTQ's first tools, or
+            ModelOpt's hf_quant_config.json.
 
     Raises:
         ModelError: the quantisation is not supported; the reason names the field and an alternative.
@@ -72,7 +73,7 @@ def quantisation_of(source: str, config: Any, directory: Path) -> Quantisation |
         return None
     fields: Any = stated if isinstance(stated, Mapping) or not hasattr(stated, "to_dict") else stated.to_dict()
     if not isinstance(fields, Mapping):
-        raise ModelError(source, f"{where} is {shown(fields)}, no object")
+        raise ModelError(source, f"{where} is {shown(fields)}, not an object")
     return _Reading(source, where, fields).scheme()
 
 
@@ -105,7 +106,7 @@ class _Reading:
             raise ModelError(self._source, f"{self._where} contradicts itself: {one_line(fault)}") from fault
 
     def _refused(self, what: str) -> ModelError:
-        return ModelError(self._source, f"{self._where}: {what}, which is not read; {_REMEDY}")
+        return ModelError(self._source, f"{self._where}: {what}, which is not supported; {_REMEDY}")
 
     def _first(self, *names: str) -> Any:
         """Return the first of these fields that is set."""
@@ -126,7 +127,7 @@ class _Reading:
         if self._fields.get("pack_dtype", "int32") not in ("int32", "torch.int32"):
             raise self._refused(f"pack_dtype is {self._fields['pack_dtype']!r}")
         bits, groups = self._bits("bits"), [int(self._fields.get("group_size") or -1)]
-        # GPTQModel's settings for some linears: "-:" leaves them out, others may have bits and groups of their own.
+        # GPTQModel has settings for some linears: "-:" excludes them, other entries may change bits and groups.
         own = [value for value in (self._fields.get("dynamic") or {}).values() if isinstance(value, Mapping)]
         for value in own:
             if value.get("bits", bits) not in CODE_BITS:
@@ -150,7 +151,7 @@ class _Reading:
         if sparse != "dense":
             raise self._refused(f"sparsity_config.format is {sparse!r}")
         if (self._fields.get("transform_config") or {}).get("config_groups"):
-            raise self._refused("transform_config turns activations")
+            raise self._refused("transform_config transforms activations")
         groups: list[int] = []
         tile: tuple[int, int] | None = None
         for name, group in (self._fields.get("config_groups") or {}).items():
@@ -174,7 +175,7 @@ class _Reading:
             raise self._refused(f"mode is {mode!r} of MLX")
         sizes: dict[str, tuple[int, int]] = {}
         for name, value in (("", self._fields), *self._fields.items()):
-            if isinstance(value, Mapping):  # else false: the linear is plain
+            if isinstance(value, Mapping):  # else it is false, and the linear has plain numbers
                 bits, group = value["bits"], int(value["group_size"])
                 if bits not in _MLX_BITS or group < 1:
                     raise self._refused(f"bits is {bits!r} in groups of {group} of MLX")

@@ -1,34 +1,34 @@
 """Reads quantised checkpoints: GPTQ, AWQ, compressed-tensors, FP8, NVFP4, MXFP4, bitsandbytes and MLX in safetensors.
 
-scheme = quantisation_of("model", config, directory)        # None of a plain checkpoint
+scheme = quantisation_of("model", config, directory)        # None for a plain checkpoint
 weights = QuantisedWeights("model", SafetensorsWeights("model", directory), scheme)
 weights.tensor("model.layers.0.mlp.up_proj.weight").kind    # "G4_128": the file's own codes, scales and zeros
 
 A linear of such a checkpoint has several tensors. This module joins them under the name of a plain checkpoint, so that
-no other code needs to know them. The files determine the quantised linears: linears that the configuration lists in
+no other code needs to know them. The files determine which linears are quantised: linears in the configuration's
 `modules_to_not_convert` or `ignore` are stored as plain numbers.
 
     gptq                qweight [k / codes, n] int32, qzeros [groups, n / codes] int32, scales [groups, n], g_idx [k]
     awq                 qweight [k, n / 8] int32 in the order of `_AWQ_ORDER`, qzeros [groups, n / 8] likewise, scales
     compressed-tensors  weight_packed [n, k / codes] int32, weight_shape, weight_scale [n, groups], weight_zero_point;
-                        or weight [n, k] in int8 or FP8 beside weight_scale; of NVFP4 and MXFP4 weight_packed
-                        [n, k / 2] uint8 and weight_scale [n, k / 16 or 32], of NVFP4 also weight_global_scale [1]
-    modelopt            weight [n, k] in FP8, weight_scale [1]; or of NVFP4 weight [n, k / 2] uint8, weight_scale
+                        or weight [n, k] in int8 or FP8, weight_scale; for NVFP4 and MXFP4 weight_packed [n, k / 2]
+                        uint8, weight_scale [n, k / 16 or 32], and for NVFP4 weight_global_scale [1]
+    modelopt            weight [n, k] in FP8, weight_scale [1]; or for NVFP4 weight [n, k / 2] uint8, weight_scale
                         [n, k / 16] in FP8, weight_scale_2 [1]
     fp8                 weight [n, k] in FP8, weight_scale_inv [n / 128, k / 128] or one number
-    mxfp4               experts' NAME_blocks [experts, n, k / 32, 16] uint8, NAME_scales [experts, n, k / 32] uint8; the
-                        rows of gate_up_proj are a gate and an up in turn
+    mxfp4               experts' NAME_blocks [experts, n, k / 32, 16] uint8, NAME_scales [experts, n, k / 32] uint8; in
+                        gate_up_proj the rows of gates and ups alternate
     mlx                 weight [n, k / codes] uint32, scales and biases [n, groups]: a weight is scale * code + bias;
-                        `switch_mlp` has those of all experts
-    bitsandbytes        of 4 bits: weight, two codes a byte; weight.quant_map [16], weight.absmax, a factor for each
-                        block of weights, and weight.quant_state, JSON; of 8 bits: weight [n, k] int8, SCB [n]
+                        `switch_mlp` has these tensors for all experts
+    bitsandbytes        4 bits: weight with two codes a byte, weight.quant_map [16], weight.absmax with a factor for
+                        each block of weights, and weight.quant_state in JSON; 8 bits: weight [n, k] int8, SCB [n]
 
-n are outputs, k inputs, `codes` as many as an int32 holds. A weight is scale * (code - zero), computed in float32.
-Codes of 4 and 8 bits in groups of whole 32 inputs stay codes (`GROUP_KINDS`), and so do FP8 in E4M3 (`FP8_KINDS`) and
-NVFP4 (`FP4_KINDS`).
-Other codes are widened to float32, one matrix at a time: FP8 in E5M2, and groups that take their inputs from everywhere
-(`desc_act`). MLX's codes of 4 bits become GGUF's Q4_1, and its others are widened to the type of their scales. Codes of
-bitsandbytes are widened to the type that their state names, as bitsandbytes does.
+n is the number of outputs, k the number of inputs, and `codes` the number of codes in an int32. A weight is
+scale * (code - zero), computed in float32. Codes of 4 and 8 bits in groups of whole 32 inputs stay codes
+(`GROUP_KINDS`), and so do FP8 in E4M3 (`FP8_KINDS`) and NVFP4 (`FP4_KINDS`).
+Other codes are widened to float32, one matrix at a time: FP8 in E5M2, and groups of scattered inputs (`desc_act`).
+MLX's codes of 4 bits become GGUF's Q4_1, and its other codes are widened to the type of their scales. Codes of
+bitsandbytes are widened to the type in their state, as bitsandbytes does.
 """
 
 import json
@@ -39,7 +39,7 @@ import numpy as np
 import torch
 
 from genbatch.nif.errors import ModelError
-from genbatch.nif.models.file_checks import one_line
+from genbatch.nif.json_files import one_line
 from genbatch.nif.models.quantisation import CODE_BITS, Quantisation
 from genbatch.nif.models.weight_source import (
     FLOAT_KINDS,
@@ -49,15 +49,16 @@ from genbatch.nif.models.weight_source import (
     SafetensorsWeights,
     StoredTensor,
     stored,
+    torch_type,
 )
 
 _WORD = 32  # bits
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of eight that each half byte of a word holds, lowest first
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column in each half byte of a word, lowest half byte first
 _FP8_KINDS = ("F8_E4M3", "F8_E5M2")
 _SCALE_KINDS = (*FLOAT_KINDS, "F8_E8M0")
 
-# Tensors beside the codes, and scales of activations and of the KV cache, which are computed otherwise here.
-_BESIDE = (
+# A linear's tensors in addition to the codes, and scales of activations and of the KV cache, which are not used here.
+_PARTS = (
     *("qweight", "qzeros", "scales", "g_idx"),
     *("weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape", "weight_g_idx"),
     *("biases", "absmax", "quant_map", "nested_absmax", "nested_quant_map", "bitsandbytes__nf4", "bitsandbytes__fp4"),
@@ -67,10 +68,10 @@ _BESIDE = (
 
 
 class QuantisedWeights:
-    """The tensors of a checkpoint that is quantised already. A `WeightSource`.
+    """The tensors of a quantised checkpoint. Implements `WeightSource`.
 
     Args:
-        model: what the user called the model, for errors.
+        model: the user's name of the model, for errors.
         files: the checkpoint's own tensors.
         scheme: the quantisation from its configuration.
     """
@@ -79,7 +80,7 @@ class QuantisedWeights:
         self._model = model
         self._files = files
         self._scheme = scheme
-        # Of quantised linears, by the name of the weight: the linear's own name, and which expert of it.
+        # By the name of a quantised linear's weight: the name of the linear's tensors, and the expert's index in them.
         self._linears: dict[str, tuple[str, int | None]] = {}
         self._experts = _mxfp4_experts(model, files) if scheme.method == "mxfp4" else {}
         plain: list[str] = []
@@ -87,30 +88,30 @@ class QuantisedWeights:
             if self._experts and name.endswith((_BLOCKS, _EXPONENTS)):
                 continue
             linear, _, part = name.rpartition(".")
-            if part in _BESIDE[:3] or part == "weight_packed" or (part == "weight" and self._has_codes(name)):
+            if part in _PARTS[:3] or part == "weight_packed" or (part == "weight" and self._has_codes(name)):
                 self._linears |= self._weights_of(linear)
-            elif part not in _BESIDE or (part.startswith("weight_") and self._is_plain(f"{linear}.weight")):
-                plain.append(name)  # beside plain numbers it is a name of its own, which nothing reads
+            elif part not in _PARTS or (part.startswith("weight_") and self._is_plain(f"{linear}.weight")):
+                plain.append(name)  # a part of plain numbers keeps its name, so that `check_all_used` refuses it
         self._names = frozenset((*plain, *self._linears, *self._experts))
 
     def names(self) -> Collection[str]:
-        """As in `WeightSource`."""
+        """See `WeightSource`."""
         return self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """As in `WeightSource`; also compares the shapes of the parts."""
+        """See `WeightSource`. This also compares the shapes of the parts."""
         if (expert := self._experts.get(name)) is not None:
             return expert.shape
         return self._files.shape(name) if name not in self._linears else self._form(name).shape
 
     def tensor(self, name: str) -> StoredTensor:
-        """As in `WeightSource`."""
+        """See `WeightSource`."""
         if (expert := self._experts.get(name)) is not None:
             return expert.read(name, self._files)
         return self._files.tensor(name) if name not in self._linears else self._form(name).read()
 
     def release(self) -> None:
-        """As in `WeightSource`."""
+        """See `WeightSource`."""
         self._files.release()
 
     def _weights_of(self, linear: str) -> dict[str, tuple[str, int | None]]:
@@ -146,19 +147,19 @@ class QuantisedWeights:
 
 
 _STACKED = ".switch_mlp."
-_BLOCKS, _EXPONENTS = "_blocks", "_scales"  # how the names of MXFP4's two tensors end
+_BLOCKS, _EXPONENTS = "_blocks", "_scales"  # endings of the names of MXFP4's two tensors
 _MX_GROUP = 32  # inputs that share an exponent
 
 
 @dataclass(frozen=True, slots=True)
 class _Mxfp4Expert:
-    """One matrix of one expert, of the tensors that hold all experts.
+    """One matrix of one expert, in the tensors of all experts.
 
     Args:
-        base: the beginning of the two tensors' names.
+        base: the prefix of the two tensors' names.
         index: the expert.
-        first, step: which of its rows are this matrix's.
-        shape: of the matrix.
+        first, step: the matrix has every `step`-th row of the expert, from `first` on.
+        shape: the matrix's shape.
     """
 
     base: str
@@ -168,14 +169,14 @@ class _Mxfp4Expert:
     shape: tuple[int, int]
 
     def read(self, name: str, files: SafetensorsWeights) -> StoredTensor:
-        """The matrix in blocks as GGUF has them: an exponent, then the codes of the inputs i and i + 16 in one byte."""
+        """Return the matrix in GGUF's blocks: an exponent, then bytes with the codes of the inputs i and i + 16."""
         pairs = files.part(self.base + _BLOCKS, self.index).numpy()[self.first :: self.step]
         scales = files.part(self.base + _EXPONENTS, self.index).numpy()[self.first :: self.step]
         return StoredTensor(name, "MXFP4", self.shape, _mxfp4_blocks(pairs, scales))
 
 
 def _mxfp4_blocks(pairs: np.ndarray, exponents: np.ndarray) -> np.ndarray:
-    """The blocks of GGUF [n, bytes], of codes [n, groups, 16], two inputs a byte, and exponents [n, groups]."""
+    """Return GGUF's blocks [n, bytes] for codes [n, groups, 16], two inputs a byte, and exponents [n, groups]."""
     blocks = np.empty((*exponents.shape, 17), np.uint8)
     blocks[:, :, 0] = exponents
     blocks[:, :, 1:] = _halves(pairs)
@@ -183,7 +184,7 @@ def _mxfp4_blocks(pairs: np.ndarray, exponents: np.ndarray) -> np.ndarray:
 
 
 def _halves(pairs: np.ndarray) -> np.ndarray:
-    """Codes of 32 inputs [n, blocks, 16] as GGUF has them: of neighbours in a byte, of the inputs i and i + 16."""
+    """Reorder codes of 32 inputs [n, blocks, 16]: from neighbours in a byte to GGUF's inputs i and i + 16 in a byte."""
     low, high = pairs[:, :, :8], pairs[:, :, 8:]
     halves = np.empty_like(pairs)
     halves[:, :, ::2] = (low & 15) | (high << 4)
@@ -192,10 +193,10 @@ def _halves(pairs: np.ndarray) -> np.ndarray:
 
 
 def _mxfp4_experts(model: str, files: SafetensorsWeights) -> dict[str, _Mxfp4Expert]:
-    """The matrices of every expert, by the names that checkpoints with a tensor for each expert have for them.
+    """Return the matrices of every expert, by the names in checkpoints with a tensor for each expert.
 
     Raises:
-        ModelError: a tensor has no partner, or a shape that does not fit.
+        ModelError: a tensor has no partner, or its shape does not fit.
     """
     experts: dict[str, _Mxfp4Expert] = {}
     for name in sorted(files.names()):
@@ -207,7 +208,7 @@ def _mxfp4_experts(model: str, files: SafetensorsWeights) -> dict[str, _Mxfp4Exp
         if base + _BLOCKS not in files.names() or base + _EXPONENTS not in files.names():
             raise ModelError(model, f"its weights lack the partner of {name}: {_BLOCKS} and {_EXPONENTS} go together")
         if projection not in parts:
-            raise ModelError(model, f"its weights have {name}; in MXFP4 only experts' {' and '.join(parts)} are read")
+            raise ModelError(model, f"its weights have {name}; MXFP4 is supported for experts' {' and '.join(parts)}")
         shape = files.shape(base + _BLOCKS)
         step = len(parts[projection])
         fits = len(shape) == 4 and min(shape) > 0 and shape[3] == 16 and shape[1] % step == 0
@@ -232,7 +233,7 @@ class _Parts:
         self._model = model
         self._files = files
         self.linear = linear
-        self._expert = expert  # of tensors that have all experts
+        self._expert = expert  # the index in tensors of all experts; else None
         self.scheme = scheme
         self.name = name
 
@@ -248,11 +249,11 @@ class _Parts:
         return ModelError(self._model, f"its weights cannot be read: {file}: {name} {what}")
 
     def shape(self, part: str, kinds: Sequence[str], dims: int | None = None) -> tuple[int, ...]:
-        """The shape of a part that must be there, of one of these types, with so many dimensions."""
+        """Return the shape of a part, which must exist in one of these types and with `dims` dimensions."""
         name = f"{self.linear}.{part}"
         if name not in self._files.names():
-            beside = next(other for other in self._files.names() if other.startswith(f"{self.linear}."))
-            raise ModelError(self._model, f"its weights lack {name}, which {self._files.file(beside)} has {beside} for")
+            other = next(other for other in self._files.names() if other.startswith(f"{self.linear}."))
+            raise ModelError(self._model, f"its weights lack {name}, but {self._files.file(other)} has {other}")
         shape, kind = self._files.shape(name)[0 if self._expert is None else 1 :], self._files.kind(name)
         if kind not in kinds:
             raise self.fault(part, f"is of type {kind}, where {', '.join(kinds)} is needed")
@@ -269,10 +270,10 @@ class _Parts:
         return self._files.part(f"{self.linear}.{part}", self._expert)
 
     def scales(self, part: str) -> np.ndarray:
-        """A part of finite numbers, float32."""
+        """Return a part of finite numbers, in float32."""
         values = self.read(part).float().numpy()
         if not np.isfinite(values).all():
-            raise self.fault(part, "has a scale that is no finite number")
+            raise self.fault(part, "has a scale that is not finite")
         return values
 
     def group(self, part: str, inputs: int, count: int) -> int:
@@ -284,15 +285,15 @@ class _Parts:
         if count == 1:
             return inputs
         sizes = " or ".join(map(str, self.scheme.groups)) or "no"
-        raise self.fault(part, f"has {count} groups of {inputs} inputs; the configuration says groups of {sizes}")
+        raise self.fault(part, f"has {count} groups of {inputs} inputs; the configuration has groups of {sizes}")
 
     def group_of_inputs(self, part: str, inputs: int, group: int, count: int) -> np.ndarray | None:
-        """The group of each input [inputs]; None where one follows the other."""
+        """Return the group of each input [inputs]; None if the groups follow one another."""
         if not self.has(part):
             return None
         self.expect(part, (inputs,), ("I32", "I64"))
         groups = self.read(part).numpy().astype(np.int64)
-        if (groups == -1).all() or np.array_equal(groups, np.arange(inputs) // group):  # -1: it was never set
+        if (groups == -1).all() or np.array_equal(groups, np.arange(inputs) // group):  # -1 means that it was not set
             return None
         if groups.min() < 0 or groups.max() >= count:
             raise self.fault(part, f"names the groups {groups.min()} to {groups.max()} of {count}")
@@ -300,7 +301,7 @@ class _Parts:
 
 
 class _Gptq:
-    """Codes along the inputs; zeros along the outputs."""
+    """GPTQ packs codes along the inputs, and zeros along the outputs."""
 
     def __init__(self, parts: _Parts) -> None:
         self._parts = parts
@@ -309,10 +310,10 @@ class _Gptq:
         _, zero_words = parts.shape("qzeros", ("I32",), 2)
         self._bits = parts.scheme.bits or zero_words * _WORD // outputs
         if self._bits not in CODE_BITS:
-            raise parts.fault("qzeros", f"has {self._bits} bits an output, where 4 or 8 are read")
+            raise parts.fault("qzeros", f"has {self._bits} bits an output, where 4 or 8 are needed")
         inputs = words * _WORD // self._bits
         if outputs * self._bits % _WORD:
-            raise parts.fault("scales", f"has {outputs} outputs, whose zeros fill no whole words")
+            raise parts.fault("scales", f"has {outputs} outputs, so that their zeros do not fill whole words")
         parts.expect("qweight", (words, outputs), ("I32",))
         parts.expect("qzeros", (self._count, outputs * self._bits // _WORD), ("I32",))
         self._group = parts.group("scales", inputs, self._count)
@@ -331,14 +332,14 @@ class _Gptq:
 
 
 class _Awq:
-    """Codes and zeros along the outputs, eight of them in an order of their own."""
+    """AWQ packs codes and zeros along the outputs, in the order of `_AWQ_ORDER`."""
 
     def __init__(self, parts: _Parts) -> None:
         self._parts = parts
         count, outputs = parts.shape("scales", _SCALE_KINDS, 2)
         inputs, _ = parts.shape("qweight", ("I32",), 2)
         if outputs % 8:
-            raise parts.fault("scales", f"has {outputs} outputs, which fill no whole words")
+            raise parts.fault("scales", f"has {outputs} outputs, which do not fill whole words")
         parts.expect("qweight", (inputs, outputs // 8), ("I32",))
         parts.expect("qzeros", (count, outputs // 8), ("I32",))
         self._group = parts.group("scales", inputs, count)
@@ -354,7 +355,7 @@ class _Awq:
 
 
 class _Mlx:
-    """MLX: codes along the inputs, and a scale and a bias for each group."""
+    """MLX packs codes along the inputs, and has a scale and a bias for each group."""
 
     def __init__(self, parts: _Parts) -> None:
         self._parts = parts
@@ -363,7 +364,7 @@ class _Mlx:
         outputs, words = parts.shape("weight", ("U32",), 2)
         self.shape = (outputs, words * _WORD // self._bits)
         if self.shape[1] % self._group:
-            raise parts.fault("weight", f"has {self.shape[1]} inputs, which are no whole groups of {self._group}")
+            raise parts.fault("weight", f"has {self.shape[1]} inputs, which do not fill groups of {self._group}")
         for part in ("scales", "biases"):
             parts.expect(part, (outputs, self.shape[1] // self._group), (*FLOAT_KINDS,))
 
@@ -381,18 +382,18 @@ class _Mlx:
         digits = np.unpackbits(packed, axis=1, bitorder="little").reshape(outputs, inputs, self._bits)
         codes = np.packbits(digits, axis=2, bitorder="little")[:, :, 0]
         values = torch.from_numpy(codes * each[:, :, 0] + each[:, :, 1])
-        return stored(parts.name, values.to(parts.read("scales").dtype))
+        return stored(parts.name, values.to(torch_type(parts.kind("scales"))))
 
 
 class _Packed:
-    """compressed-tensors: codes along the inputs, plus half their range; zeros along the outputs."""
+    """compressed-tensors packs codes plus half their range along the inputs, and zeros along the outputs."""
 
     def __init__(self, parts: _Parts) -> None:
         self._parts = parts
         parts.expect("weight_shape", (2,), ("I32", "I64"))
         outputs, inputs = parts.read("weight_shape").tolist()
         if min(outputs, inputs) < 1:
-            raise parts.fault("weight_shape", f"says {outputs} outputs of {inputs} inputs")
+            raise parts.fault("weight_shape", f"has {outputs} outputs and {inputs} inputs")
         _, words = parts.shape("weight_packed", ("I32",), 2)
         fitting = [bits for bits in CODE_BITS if -(-inputs // (_WORD // bits)) == words]
         if not fitting:
@@ -414,19 +415,19 @@ class _Packed:
         return _Groups(self._bits, codes, self._scales.read(), zeros, group, order).stored(parts.name, inputs)
 
     def _zeros(self, outputs: int, middle: int) -> np.ndarray:
-        """The zeros [outputs, groups] as codes; packed along the outputs, or a byte each."""
+        """Return the zeros [outputs, groups] as codes. Files have them packed along the outputs, or a byte each."""
         parts, count = self._parts, self._scales.count
         if parts.shape("weight_zero_point", ("I8", "I32")) == (outputs, count) and outputs > 1:
             return (parts.read("weight_zero_point").numpy().astype(np.int16) + middle).astype(np.uint8)
         per_word = _WORD // self._bits
         words = -(-outputs // per_word)
         parts.expect("weight_zero_point", (words, count), ("I32",))
-        packed = _codes(_bytes(parts.read("weight_zero_point").T), self._bits)  # [groups, outputs and what pads them]
+        packed = _codes(_bytes(parts.read("weight_zero_point").T), self._bits)  # [groups, padded outputs]
         return packed.T[:outputs]
 
 
 class _ScaleShape:
-    """compressed-tensors' weight_scale: one, one for each output, or for each output's groups."""
+    """compressed-tensors' weight_scale: one scale, a scale for each output, or a scale for each output's groups."""
 
     def __init__(self, parts: _Parts, outputs: int, inputs: int) -> None:
         self._parts = parts
@@ -444,7 +445,7 @@ class _ScaleShape:
 
 
 class _Plain:
-    """A code a byte, int8 or FP8, under the name of a plain weight."""
+    """Codes of a byte, int8 or FP8, under the name of a plain weight."""
 
     def __init__(self, parts: _Parts) -> None:
         self._parts = parts
@@ -470,7 +471,7 @@ class _Plain:
         weight = parts.read("weight")
         tall, wide = self._tile
         scales = parts.scales(self._scale).reshape(-(-outputs // tall), -(-inputs // wide))
-        if self._scale == "SCB":  # the largest weight of a row, whose code is 127
+        if self._scale == "SCB":  # the largest weight of a row, which has the code 127
             scales = scales / np.float32(127)
         if weight.dtype == torch.int8 and tall in (1, outputs):
             zeros = np.full((outputs, scales.shape[1]), 128, np.uint8)
@@ -481,7 +482,7 @@ class _Plain:
             every = np.broadcast_to(scales, zeros.shape)
             return _Groups(8, codes, every, zeros, wide).stored(parts.name, inputs)
         if parts.has("weight_zero_point"):
-            raise parts.fault("weight_zero_point", "stands beside scales by tiles, or FP8")
+            raise parts.fault("weight_zero_point", "is not supported with scales of tiles or with FP8")
         if weight.dtype == torch.float8_e4m3fn and (block := _fp8_block(inputs, wide)) is not None:
             which = np.arange(outputs)[:, None] // tall, np.arange(0, inputs, block)[None] // wide
             blocks = np.empty((outputs, inputs // block, 4 + block), np.uint8)
@@ -496,7 +497,7 @@ _NV_GROUP = 16  # inputs that share a scale of NVFP4
 
 
 class _E2m1:
-    """NVFP4, or compressed-tensors' MXFP4: two codes of E2M1 a byte, the first in the low half."""
+    """NVFP4 and compressed-tensors' MXFP4 have two codes of E2M1 in a byte, the first in the low half."""
 
     def __init__(self, parts: _Parts, codes: str) -> None:
         self._parts = parts
@@ -507,7 +508,7 @@ class _E2m1:
         self._mx = parts.kind("weight_scale") != "F8_E4M3"
         group = _MX_GROUP if self._mx else _NV_GROUP
         if 2 * size % _MX_GROUP:
-            raise parts.fault(codes, f"has {2 * size} inputs, which are no whole groups of {_MX_GROUP}")
+            raise parts.fault(codes, f"has {2 * size} inputs, which do not fill groups of {_MX_GROUP}")
         parts.expect("weight_scale", (outputs, 2 * size // group), ("F8_E4M3", "U8", "F8_E8M0"))
         self._whole = "weight_global_scale" if codes == "weight_packed" else "weight_scale_2"
         if not self._mx and np.prod(parts.shape(self._whole, ("F32",)), dtype=object) != 1:
@@ -522,9 +523,9 @@ class _E2m1:
             return StoredTensor(parts.name, "MXFP4", self.shape, blocks)
         parts.scales("weight_scale")  # refuses NaN
         whole = parts.scales(self._whole).reshape(1)
-        if self._whole == "weight_global_scale":  # the scales are divided by it
+        if self._whole == "weight_global_scale":  # a divisor of the scales
             if whole == 0:
-                raise parts.fault(self._whole, "is zero, and divides the scales")
+                raise parts.fault(self._whole, "is zero, but the scales are divided by it")
             whole = np.float32(1) / whole
         kind, block = next((kind, size) for kind, size in reversed(FP4_KINDS.items()) if inputs % size == 0)
         groups = block // _NV_GROUP
@@ -540,7 +541,7 @@ _TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 class _Bitsandbytes:
-    """bitsandbytes: NF4 or FP4, in blocks of consecutive weights. The factors of the blocks may be codes themselves."""
+    """bitsandbytes has NF4 or FP4 in blocks of consecutive weights. The blocks' factors may be codes themselves."""
 
     def __init__(self, parts: _Parts) -> None:
         self._parts = parts
@@ -555,7 +556,7 @@ class _Bitsandbytes:
             if min(outputs, inputs, self._block) < 1 or self._nested_block < 0:
                 raise ValueError("a size is not positive")
         except (ValueError, TypeError, KeyError, AttributeError) as fault:
-            raise parts.fault(name, f"is no state of bitsandbytes: {one_line(fault)}") from fault
+            raise parts.fault(name, f"is not a state of bitsandbytes: {one_line(fault)}") from fault
         self.shape = (outputs, inputs)
         words, kind = parts.shape("weight", ("U8", *FLOAT_KINDS)), parts.kind("weight")
         size = int(np.prod(words, dtype=object)) * FLOAT_KINDS.get(kind, 1)
@@ -587,7 +588,7 @@ class _Bitsandbytes:
 
 
 def _fp8_block(inputs: int, wide: int) -> int | None:
-    """The longest block of `FP8_KINDS` that rows of `inputs` are cut into, where so many inputs share a scale."""
+    """Return the longest block of `FP8_KINDS` for rows of `inputs`, `wide` with one scale; None if none fits."""
     fitting = (size for size in FP8_KINDS.values() if inputs % size == 0 and (wide >= inputs or wide % size == 0))
     return max(fitting, default=None)
 
@@ -597,12 +598,12 @@ class _Groups:
     """One matrix in codes.
 
     Args:
-        bits: of a code.
-        codes: [outputs, bytes]; of 4 bits two a byte, the first in the low half.
+        bits: bits of a code.
+        codes: [outputs, bytes]; a byte has one code of 8 bits, or two codes of 4 bits, the first in the low half.
         scales: [outputs, groups] float32.
         zeros: [outputs, groups] uint8.
         group: inputs that share a scale.
-        group_of: of each input its group, where they do not follow one another.
+        group_of: each input's group if the groups do not follow one another; else None.
     """
 
     bits: int
@@ -613,7 +614,7 @@ class _Groups:
     group_of: np.ndarray | None = None
 
     def stored(self, name: str, inputs: int) -> StoredTensor:
-        """The matrix in the widest blocks that its groups fill, else in float32."""
+        """Return the matrix in the widest blocks that its groups fill, else in float32."""
         outputs = len(self.codes)
         if self.group_of is None:
             for kind, (bits, block) in reversed(GROUP_KINDS.items()):
@@ -636,7 +637,7 @@ class _Groups:
 
 
 def _bytes(words: torch.Tensor) -> np.ndarray:
-    """Each row of int32 words as its bytes, lowest first: [rows, 4 * words]."""
+    """Return the bytes of each row of int32 words, lowest first: [rows, 4 * words]."""
     return np.ascontiguousarray(words.numpy()).view(np.uint8)
 
 

@@ -1,4 +1,4 @@
-"""Rotary embeddings: the cosines and sines of each position, and the frequencies that they are made of."""
+"""Rotary embeddings: the frequencies, and tables of the cosines and sines of each position."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ _FIRST_POSITIONS = 1024
 
 @dataclass(frozen=True, slots=True)
 class RopeTable:
-    """One rotary embedding's table, up to the longest position so far."""
+    """One rotary embedding's table, up to the highest position so far."""
 
     cosines: npt.NDArray[np.float32]  # [positions, rotary_dim / 2]
     sines: npt.NDArray[np.float32]
@@ -22,11 +22,11 @@ class RopeTable:
 
 @dataclass(frozen=True, slots=True)
 class Frequencies:
-    """What one table is made of.
+    """The frequencies of one table.
 
     Args:
-        kind: of the layers (transformers' `layer_types`), or the base where layers have bases of their own; None where
-            all layers share one table.
+        kind: the layers' kind (transformers' `layer_types`), or the base if layers have different bases; None if all
+            layers share one table.
         values: radians per position for each pair of elements, [rotary_dim / 2], exactly float32.
         scale: the factor of cosines and sines.
     """
@@ -40,14 +40,14 @@ class RopeTables:
     """The rotary tables of a model's layers; the tables grow in powers of two.
 
     Args:
-        config: of the text decoder.
+        config: the text decoder's configuration.
         partial: whether only the configuration's share of a head is rotated.
-        max_position: positions that a sequence may have.
+        max_position: most positions of a sequence.
 
     Attributes:
-        kinds: as in `Frequencies`, by table.
-        rotary_dims: elements of a head that are rotated, by table.
-        max_position: as above.
+        kinds: the `Frequencies.kind` of each table.
+        rotary_dims: rotated elements of a head, by table.
+        max_position: most positions of a sequence.
     """
 
     def __init__(self, config: Any, *, partial: bool, max_position: int) -> None:
@@ -66,7 +66,7 @@ class RopeTables:
 
 
 def _table(frequencies: Frequencies, num_positions: int) -> RopeTable:
-    """Compute a table: angles in float32 as transformers' are, and their functions in float64, rounded once."""
+    """Compute a table: angles in float32 as in transformers, and their cosines and sines in float64, rounded once."""
     angles = np.arange(num_positions, dtype=np.float32)[:, None] * np.array(frequencies.values, np.float32)
     cosines, sines = np.empty_like(angles), np.empty_like(angles)
     np.cos(angles, out=cosines, dtype=np.float64, casting="same_kind")
@@ -78,7 +78,7 @@ def _table(frequencies: Frequencies, num_positions: int) -> RopeTable:
 def rope_frequencies(config: Any, *, partial: bool) -> Sequence[Frequencies]:
     """Return the frequencies of each table, in the order of the kinds' names.
 
-    transformers' own functions compute them, so all its scalings are supported. A configuration that was kept has them.
+    transformers' own functions compute them, so all its scalings are supported. A KeptConfig has them already.
     """
     kept: Sequence[Frequencies] | None = getattr(config, "kept_frequencies", None)
     if kept is not None:
@@ -90,7 +90,7 @@ def rope_frequencies(config: Any, *, partial: bool) -> Sequence[Frequencies]:
 
 
 def _computed(config: Any, kind: str | float | None, *, partial: bool) -> Frequencies:
-    import torch  # here: a model whose configuration was kept does without
+    import torch  # here, because a model with a kept description does not need torch
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = config.rope_parameters[kind] if isinstance(kind, str) else _rope_parameters(config)
@@ -110,7 +110,7 @@ def _computed(config: Any, kind: str | float | None, *, partial: bool) -> Freque
 
 
 def _rope_parameters(config: Any) -> Any:
-    """Return the configuration's parameters; those of an unused table for a model that rotates nothing."""
+    """Return the configuration's parameters, or those of an unused table for a model without rotary embeddings."""
     parameters = getattr(config, "rope_parameters", None) or {}
     unused = {"rope_type": "default", "rope_theta": 1.0}
     return unused if parameters.get("rope_theta", 0) is None else parameters or unused

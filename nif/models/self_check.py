@@ -1,4 +1,4 @@
-"""Self-check: tests before any request that a model's own modules run correctly over the paged cache."""
+"""Self-check: tests at the start that a model's own modules run correctly over the paged cache."""
 
 import numpy as np
 import torch
@@ -11,11 +11,11 @@ from genbatch.nif.runner import NO_SHAPE, LayerGroup, LayerShape, RaggedBatch
 from genbatch.nif.runners.torch_runner import ATTENTION_NAME, AttentionCall, StateScan, TorchRunner, convolved
 
 _LENGTH = 12  # tokens of each of the two sequences
-_CHUNK = 5  # of them in the first step; crosses a block border with the block size below
+_CHUNK = 5  # tokens of the first step, which cross a block border
 _BLOCK_SIZE = 4
 
-# Relative error of a row of logits. Rounding costs a fraction of these; a layer that ignores its cache, its
-# mask or its position is off by far more.
+# Most relative error of a row of logits. Rounding causes a fraction of it. A layer that ignores its cache, its mask or
+# its position causes far more.
 _TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
 
 
@@ -27,7 +27,7 @@ class _Probe:
         self.others: dict[int, LayerShape] = {}  # of layers that do not attend
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Attend causally within the step, in plain torch; return [T, H, Dv]."""
+        """Attend causally within the step, in plain torch; returns [T, H, Dv]."""
         if call.layer in self.calls:
             raise ValueError(f"layer {call.layer} attends twice")
         self.calls[call.layer] = call
@@ -38,12 +38,12 @@ class _Probe:
         return out[0].transpose(0, 1)
 
     def convolve(self, layer: int, inputs: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """A convolution within the step; returns [T, channels]."""
+        """Convolve within the step; returns [T, channels]."""
         self.others[layer] = LayerShape(1, inputs.shape[1], 0)
         return convolved(inputs, len(inputs), taps, bias)
 
     def recur(self, layer: int, inputs: torch.Tensor, run: StateScan) -> torch.Tensor:
-        """A recurrence within the step; returns [T, hidden]."""
+        """Run a recurrent layer within the step; returns [T, hidden]."""
         outputs, state = run(inputs, None)
         self.others[layer] = LayerShape(1, inputs.shape[1], 0, len(state))
         return outputs
@@ -53,11 +53,11 @@ def probe_layers(name: str, hf: PreTrainedModel, groups: tuple[LayerGroup, ...])
     """Find each layer's shapes in the KV cache and the logits' width, by a forward of two tokens.
 
     Args:
-        name: the model's, for errors.
-        groups: what the configuration says; a layer that disagrees about its window is refused.
+        name: the model's name, for errors.
+        groups: the groups from the configuration; a layer with another window is refused.
 
     Raises:
-        ModelError: a layer bypasses the registered attention or wants what that does not do.
+        ModelError: a layer bypasses the registered attention, or needs a feature that this attention does not have.
     """
     probe = _Probe()
     ids = torch.zeros((1, 2), dtype=torch.int64, device=hf.device)
@@ -73,13 +73,13 @@ def probe_layers(name: str, hf: PreTrainedModel, groups: tuple[LayerGroup, ...])
         seen = f"{len(probe.calls)} of its {len(attending)} layers"
         raise ModelError(name, f"only {seen} attend through the registered function")
     if probe.others.keys() != window_of.keys() - attending:
-        raise ModelError(name, f"{len(probe.others)} of its layers keep states, and config.json says others")
+        raise ModelError(name, f"{len(probe.others)} of its layers have states, but not the layers in config.json")
     shapes = dict(probe.others)
     for layer, call in sorted(probe.calls.items()):
         # None: the module leaves the window to the mask, which only the configuration describes.
         window = window_of[layer]
         if None not in (call.window, window) and call.window != window:
-            raise ModelError(name, f"layer {layer} has a window of {call.window}, config.json says {window}")
+            raise ModelError(name, f"layer {layer} has a window of {call.window}, but config.json has {window}")
         shapes[layer] = LayerShape(call.key.shape[1], call.key.shape[2], call.value.shape[2])
     return tuple(shapes.get(layer, NO_SHAPE) for layer in range(max(shapes) + 1)), int(output.logits.shape[-1])
 
@@ -87,8 +87,8 @@ def probe_layers(name: str, hf: PreTrainedModel, groups: tuple[LayerGroup, ...])
 def check_paged_path(name: str, model: Model) -> None:
     """Compare the paged path with the model's own eager attention on a dozen random tokens.
 
-    There are two sequences. The first runs in two chunks, and the second is packed beside the second chunk. The check
-    is cheap compared with loading, and turns unforeseen peculiarities of a model into an error at start.
+    There are two sequences. The first sequence runs in two chunks. The second sequence runs in one step with the second
+    chunk. The check is cheap compared with loading, and turns a model's peculiarities into an error at the start.
 
     Raises:
         ModelError: the logits differ by more than rounding explains.
@@ -103,7 +103,7 @@ def check_paged_path(name: str, model: Model) -> None:
     if not torch.isfinite(expected).all():
         raise ModelError(name, f"its logits in {model.dtype} are not all finite; try dtype float32")
     errors = torch.linalg.vector_norm(paged - expected, dim=-1) / torch.linalg.vector_norm(expected, dim=-1)
-    # The median of each part: a near tie between two experts may send a single token another way.
+    # Take the median of each part, because a near tie between two experts may change a single token.
     parts = (errors[0, :_CHUNK], errors[0, _CHUNK:], errors[1])
     worst = max(float(part.median()) for part in parts)
     if not worst <= _TOLERANCE[model.dtype]:
@@ -122,7 +122,7 @@ def _eager_logits(hf: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _paged_logits(model: Model, tokens: torch.Tensor) -> torch.Tensor:
-    """The same through TorchRunner, in a ragged mix."""
+    """Return the same logits from TorchRunner, in a ragged mix."""
     runner = TorchRunner(model)
     blocks = -(-_LENGTH // _BLOCK_SIZE)
     runner.allocate([2 * blocks] * len(model.groups), _BLOCK_SIZE)
@@ -134,7 +134,7 @@ def _paged_logits(model: Model, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _layout(model: Model, tokens: np.ndarray, parts: list[tuple[int, int, int]]) -> RaggedBatch:
-    """A batch of (sequence, first position, one past the last); sequence s owns its own run of blocks."""
+    """Build a batch of (sequence, first position, one past the last position); a sequence's blocks are consecutive."""
     blocks = -(-_LENGTH // _BLOCK_SIZE)
     positions = np.concatenate([np.arange(start, stop) for _, start, stop in parts])
     # Sequence s lies at the positions from s * blocks * _BLOCK_SIZE on, so its slots are consecutive.

@@ -1,13 +1,13 @@
 """Keeps a model's description on disk, so that its next start needs no module of transformers.
 
-    model = kept_model(source, files, "float32", describe)   # None: it was not described before, or has changed
-    keep_model(files, model)                                     # after `describe_model`
+    model = kept_model(source, files, "float32", describe)   # None if the model has no description or has changed
+    keep_model(files, model)                                 # after `describe_model`
 
 transformers' configurations and modules take two seconds to import. A native runner needs only the configuration's
-numbers, the tensors' shapes and the tokenizer. These are kept in the cache directory. The file's name depends on the
-model's files (sizes, times, inodes), on this code and on transformers. A file is read only if no other user could have
-written it and if its digest is right. Before a description is kept, it is read back and compared with the original. So
-a configuration that its fields do not describe completely is not kept.
+numbers, the tensors' shapes and the tokenizer. The cache directory keeps these. The file's name depends on the model's
+files (sizes, times, inodes), on this code and on transformers. A file is read only if no other user could have written
+it and if its digest is right. Before a description is kept, it is read back and compared with the original. So a
+configuration is not kept if its fields do not describe it completely.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ log = logging.getLogger("genbatch")
 
 _MAGIC = b"genbatch model 1 "
 _DIGEST_BYTES = 64
-MAX_KEPT = 32  # descriptions, of some megabytes each; the ones that were used last stay
+MAX_KEPT = 32  # descriptions of some megabytes each; the most recently used ones stay
 _MAX_FILES = 1000  # of a directory
 
 
@@ -50,9 +50,9 @@ class KeptConfig:
     """A configuration's fields as attributes, like transformers' own.
 
     Args:
-        fields: what its `to_dict` gives.
-        attributes: every attribute that a file can hold.
-        frequencies: of the rotary embeddings.
+        fields: the result of its `to_dict`.
+        attributes: every attribute that JSON can express.
+        frequencies: the rotary embeddings' frequencies.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class KeptConfig:
         self.kept_frequencies = [Frequencies(*each) for each in frequencies]
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as they were written."""
+        """Return the configuration's fields."""
         return self._fields
 
     def get_text_config(self, decoder: bool = False) -> "KeptConfig":
@@ -79,8 +79,8 @@ class KeptTokenizer:
     """The part of transformers' tokenizer that `Tokenizer` uses.
 
     Args:
-        text: of tokenizer.json.
-        size: how many ids it knows.
+        text: the text of tokenizer.json.
+        size: the number of its ids.
     """
 
     text: str
@@ -96,7 +96,7 @@ class KeptTokenizer:
 
     @cached_property
     def backend_tokenizer(self) -> Backend:
-        """The tokenizer itself."""
+        """Return the tokenizer of the library `tokenizers`."""
         return Backend.from_str(self.text)
 
 
@@ -118,7 +118,7 @@ def kept_model(source: str, files: ModelSource, dtype: str, describe: Callable[[
         return None
     try:
         config: Any = KeptConfig(description["config"], description["attributes"], description["frequencies"])
-        # Kept packed weights make the files' headers needless.
+        # With kept packed weights the files' headers are never read.
         weights: Any = Lazy(partial(_weights, source, files.path, config))
         sizes = {name: tuple(size) for name, size in description["tensors"].items()}
         parts = {name: None if size is None else (size[0], size[1]) for name, size in description["parts"].items()}
@@ -142,7 +142,7 @@ def kept_model(source: str, files: ModelSource, dtype: str, describe: Callable[[
         )
     except ModelError:
         raise
-    except Exception as fault:  # the digest is right, so the file was written with wrong content
+    except Exception as fault:  # the digest is right, so keep_model has written wrong content
         log.warning("the description of %s in %s is not used: %r", files.name, path, fault)
         return None
 
@@ -177,7 +177,7 @@ def _module(describe: Callable[[], Model | None]) -> Any:
 
 
 def _weights(source: str, path: Path, config: Any) -> "WeightSource":
-    # Here: these import torch, which a model with kept weights does without.
+    # Here, because these import torch, which a model with kept weights does not need.
     from genbatch.nif.models.gguf_file import GgufFile, GgufWeights
     from genbatch.nif.models.weight_source import SafetensorsWeights, joined
 
@@ -189,7 +189,7 @@ def _weights(source: str, path: Path, config: Any) -> "WeightSource":
 def _described(model: Model) -> dict[str, Any] | None:
     """Return the description's content; None if reading it back would not give the same model."""
     hf, shape = model.hf, module_shape(model)
-    import torch  # here: `describe_model` has imported it
+    import torch  # here, because `describe_model` has imported it already
 
     linears = [part for part in hf.modules() if isinstance(part, torch.nn.Linear)]
     if not all(type(part).__module__.startswith(LINEAR_MODULES) for part in linears):
@@ -199,7 +199,7 @@ def _described(model: Model) -> dict[str, Any] | None:
         read = json.loads(json.dumps(description))
         config: Any = KeptConfig(read["config"], read["attributes"], read["frequencies"])
         is_same = _facts(shape.kind, model.name, config) == _facts(shape.kind, model.name, model.config)
-    except Exception as fault:  # a configuration may hold any object, and lack any attribute
+    except Exception as fault:  # a configuration may have any object, and lack any attribute
         log.debug("%s is not kept: %r", model.name, fault)
         return None
     return description if is_same else None
@@ -243,7 +243,7 @@ def _facts(kind: str, name: str, config: Any) -> list[Any]:
 
 
 def _attributes(config: Any) -> dict[str, Any]:
-    """The attributes of a configuration that a file can hold: its own, its class's properties and its aliases."""
+    """Return the attributes that JSON can express: a configuration's own, its class's properties and its aliases."""
     names = {name for name in vars(config) if not name.startswith("_")} | set(config.attribute_map)
     names |= {name for name in dir(type(config)) if isinstance(getattr(type(config), name, None), property)}
     values = {}
@@ -251,7 +251,7 @@ def _attributes(config: Any) -> dict[str, Any]:
         try:
             value = getattr(config, name)
             json.dumps(value)  # with infinities, which Python reads again
-        except Exception:  # a property may need what is not there; what is asked for is compared later
+        except Exception:  # a property may need missing fields; the needed attributes are compared later
             continue
         values[name] = value
     return values
@@ -261,7 +261,7 @@ def _attributes(config: Any) -> dict[str, Any]:
 
 
 def _place(source: ModelSource) -> Path | None:
-    """Where the description of a model's files is; None where they cannot be told apart from others."""
+    """Return the path of the description of a model's files; None if the files cannot be identified."""
     identity = files_identity(source)
     try:
         return cache_directory() / "described" / f"{identity}.json" if identity else None
@@ -280,7 +280,7 @@ def files_identity(source: ModelSource) -> str:
         digest = hashlib.sha256(_version())
         for path in paths:
             status = path.stat()
-            # Anybody can set a file's time of change; the time of the change of its inode is the system's own.
+            # A program can set a file's modification time (mtime). Only the system sets the inode's time (ctime).
             facts = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
             digest.update(f"{os.path.realpath(path)}\0{facts}\n".encode(errors="surrogateescape"))
         return digest.hexdigest()[:32]
@@ -290,7 +290,7 @@ def files_identity(source: ModelSource) -> str:
 
 @cache
 def _version() -> bytes:
-    """A digest of this layer's code and of the libraries that described the model."""
+    """Return a digest of this layer's code and of the versions of the libraries that describe a model."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).resolve().parents[1].rglob("*.py")):
         digest.update(path.read_bytes())
@@ -300,7 +300,7 @@ def _version() -> bytes:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """The content of a file that is there, ours and whole; else None."""
+    """Return the content of a file that exists, is ours and is complete; else None."""
     try:
         if not is_ours(path):
             return None
@@ -313,14 +313,14 @@ def _read(path: Path) -> dict[str, Any] | None:
     digest = hashlib.sha256(data[start:]).hexdigest().encode()
     # guard: a damaged description
     if data[:start] != _MAGIC + digest + b"\n":
-        log.warning("the model's description %s is damaged, and is made anew", path)
+        log.warning("the model's description %s is damaged and will be written again", path)
         return None
     description: dict[str, Any] = json.loads(data[start:])
     return description
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Puts the file there whole, or not at all."""
+    """Write the file completely, or not at all."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=".partial")  # for this user alone
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -332,7 +332,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _forget_oldest(folder: Path) -> None:
-    """Keeps the descriptions that were used last, and nothing of a write that was cut off."""
+    """Keep the most recently used descriptions, and delete the rest with remains of interrupted writes."""
     with suppress(OSError):  # another process does the same
         used = sorted(folder.iterdir(), key=lambda path: last_used_ns(path.stat()), reverse=True)
         for path in used[MAX_KEPT:]:

@@ -3,10 +3,10 @@
 source = SafetensorsWeights("llama", directory)      # or GgufWeights, or ModuleWeights
 tensor = source.tensor("model.layers.0.mlp.up_proj.weight")
 tensor.kind, tensor.shape                            # "BF16", (1536, 576)
-packer.linear([tensor])                              # nif/native/weights.py: straight into packed form
+packer.linear([tensor])                              # nif/native/weights.py packs it straight from the file
 
-Files are mapped, not read: a tensor is a view of its file until it is packed, and `release` returns the touched pages
-to the system. So loading needs memory for the packed model and a few rows at a time.
+Files are mapped: a tensor is a view of its file until it is packed, and `release` returns the read pages to the system.
+So loading needs memory for the packed model and a few rows at a time.
 """
 
 import json
@@ -22,32 +22,32 @@ import numpy as np
 
 from genbatch.nif.errors import ModelError, TensorError
 
-if TYPE_CHECKING:  # imported where tensors are made: a model whose packed weights were kept makes none
+if TYPE_CHECKING:  # imported where tensors are made, because a model with kept packed weights makes no tensors
     import torch
 
 FLOAT_KINDS = {"F32": 4, "F16": 2, "BF16": 2}
-"""The kinds that are plain numbers, with their bytes; every other kind is a type of block in GGML's spelling, or of
-`GROUP_KINDS`, `FP8_KINDS` or `FP4_KINDS`."""
+"""The kinds of plain numbers, with their bytes. Every other kind is in `GROUP_KINDS`, `FP8_KINDS` or `FP4_KINDS`, or is
+one of GGML's types of blocks."""
 
 GROUP_KINDS = {"G4_32": (4, 32), "G4_64": (4, 64), "G4_128": (4, 128), "G8_32": (8, 32), "G8_128": (8, 128)}
-"""Bits of a code, and inputs of a block: its scale as float32, its zero as float16, and its codes in the inputs' order,
-of 4 bits the first in the low half of a byte. A weight is scale * (code - zero)."""
+"""Bits of a code, and inputs of a block. A block has a scale as float32, a zero as float16, and codes in the inputs'
+order; of two codes of 4 bits the first is in the low half of a byte. A weight is scale * (code - zero)."""
 
 FP8_KINDS = {"F8_32": 32, "F8_128": 128}
-"""Inputs of a block: its scale as float32, and numbers of FP8 (E4M3). A weight is their product in float32."""
+"""Inputs of a block. A block has a scale as float32, and numbers in FP8 (E4M3). A weight is the product in float32."""
 
 FP4_KINDS = {"N4_32": 32, "N4_128": 128}
-"""NVFP4 as safetensors have it. Inputs of a block: the matrix's scale as float32, a scale in FP8 (E4M3) for every 16
-inputs, and codes of 4 bits (E2M1) in the inputs' order, the first in the low half of a byte."""
+"""Inputs of a block of NVFP4, as in safetensors. A block has the matrix's scale as float32, a scale in FP8 (E4M3) for
+every 16 inputs, and codes of 4 bits (E2M1) in the inputs' order, the first in the low half of a byte."""
 
 CODE_KINDS = {"Q1_0": (41, 128, 1), "Q2_0": (42, 64, 2)}
-"""Types of llama.cpp that the `gguf` package does not compute: GGML's number, weights of a block, bits of a code. A
-block is a scale as float16, and codes in the weights' order, low bits first. A weight is scale * (code - 1); a code of
-one bit counts 2."""
+"""Types of llama.cpp that the package `gguf` does not compute: GGML's number, weights of a block, bits of a code. A
+block has a scale as float16, and codes in the weights' order, low bits first. A weight is scale * (code - 1); a code of
+one bit counts as 2."""
 
-# Of safetensors, beside FLOAT_KINDS: what checkpoints that are quantised already hold their parts in.
+# Further types of safetensors, for the parts of quantised checkpoints.
 _PART_KINDS = {"I8": 1, "U8": 1, "I16": 2, "I32": 4, "U32": 4, "I64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
-# torch's names of both.
+# torch's names of these types.
 _TORCH_NAMES = {
     "F32": "float32",
     "F16": "float16",
@@ -60,21 +60,21 @@ _TORCH_NAMES = {
     **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
 }
 
-_MAX_HEADER_BYTES = 1 << 27  # of a safetensors file; the format's own limit is 100 MB
+_MAX_HEADER_BYTES = 1 << 27  # limit for a safetensors file; the format's own limit is 100 MB
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor as its file holds it.
+    """One tensor in its file's format.
 
     Args:
         name: transformers' name.
         kind: "F32", "F16", "BF16", a block type such as "Q4_K", or one of `GROUP_KINDS`, `FP8_KINDS` or `FP4_KINDS`.
-        shape: as transformers has it.
+        shape: transformers' shape.
         rows: [product of all but the last dimension, bytes of a row] uint8, usually a view of the file.
-        row_order: where the file has the rows in another order: row i of the tensor is `rows[row_order[i]]`.
-        offset: to be added to every element; files for llama.cpp hold some norms plus one.
-        column_order: where the file has columns in another order: column i of the tensor is the file's column_order[i].
+        row_order: if the file has another order of rows: row i of the tensor is `rows[row_order[i]]`.
+        offset: an addend to every element; files for llama.cpp have some norms plus one.
+        column_order: if the file has another order of columns: column i of the tensor is the file's column_order[i].
     """
 
     name: str
@@ -100,23 +100,20 @@ class StoredTensor:
         """Return one matrix of a tensor of three dimensions, such as an expert's."""
         count = int(np.prod(self.shape[1:-1]))
         rows = slice(index * count, (index + 1) * count)
-        if self.row_order is not None:
-            taken = StoredTensor(self.name, self.kind, self.shape[1:], self.rows[self.row_order[rows]])
-        else:
-            taken = StoredTensor(self.name, self.kind, self.shape[1:], self.rows[rows])
-        return taken
+        taken = self.rows[rows if self.row_order is None else self.row_order[rows]]
+        return StoredTensor(self.name, self.kind, self.shape[1:], taken)
 
     def floats(self, first: int = 0, end: int | None = None) -> "torch.Tensor":
-        """The exact values of the rows from `first` to before `end`: float32, [rows, last dimension].
+        """Return the exact values of the rows from `first` to before `end`: float32, [rows, last dimension].
 
         Raises:
-            TensorError: one of them is NaN or infinite.
+            TensorError: a value is NaN or infinite.
         """
         import torch
 
         rows = self.rows[first:end] if self.row_order is None else self.rows[self.row_order[first:end]]
         if self.kind in FLOAT_KINDS:
-            values = torch.from_numpy(np.array(rows)).view(getattr(torch, _TORCH_NAMES[self.kind])).float()
+            values = torch.from_numpy(np.array(rows)).view(torch_type(self.kind)).float()
         elif self.kind in GROUP_KINDS:
             values = torch.from_numpy(_group_values(self.kind, rows))
         elif self.kind in FP8_KINDS:
@@ -126,8 +123,8 @@ class StoredTensor:
         elif self.kind in CODE_KINDS:
             values = torch.from_numpy(_code_values(self.kind, rows))
         else:
-            with np.errstate(invalid="ignore", over="ignore"):  # of a scale that is infinite, which is refused below
-                import gguf  # here: only GGUF files need the package
+            with np.errstate(invalid="ignore", over="ignore"):  # an infinite scale is refused below
+                import gguf  # here, because only GGUF files need the package
 
                 values = torch.from_numpy(gguf.dequantize(rows, gguf.GGMLQuantizationType[self.kind]))
         if values.numel() and not is_finite(values):
@@ -162,19 +159,19 @@ class WeightSource(Protocol):
     """A model's tensors by the names that transformers gives them."""
 
     def names(self) -> Collection[str]:
-        """Every tensor that the source holds."""
+        """Return the names of all tensors."""
         ...
 
     def tensor(self, name: str) -> StoredTensor:
-        """One tensor.
+        """Return one tensor.
 
         Raises:
-            ModelError: there is none of that name, or not in a form that can be read; it names file and tensor.
+            ModelError: no tensor has the name, or the tensor's type is not supported; it names file and tensor.
         """
         ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape that `tensor` would have, without reading it; raises as `tensor`."""
+        """Return the shape of a tensor without reading it; raises the errors of `tensor`."""
         ...
 
     def release(self) -> None:
@@ -182,17 +179,25 @@ class WeightSource(Protocol):
         ...
 
 
-def is_finite(values: "torch.Tensor") -> bool:
-    """Whether no value is NaN or infinite, in one pass and without a copy; `values` is not empty."""
+def torch_type(kind: str) -> "torch.dtype":
+    """Return torch's type of a safetensors type."""
     import torch
 
-    lowest, highest = torch.aminmax(values)  # NaN goes through to both
+    dtype: torch.dtype = getattr(torch, _TORCH_NAMES[kind])
+    return dtype
+
+
+def is_finite(values: "torch.Tensor") -> bool:
+    """Return whether no value is NaN or infinite, in one pass and without a copy; `values` is not empty."""
+    import torch
+
+    lowest, highest = torch.aminmax(values)  # a NaN makes both results NaN
     return math.isfinite(float(lowest)) and math.isfinite(float(highest))
 
 
 def bytes_per_row(kind: str, length: int) -> int | None:
-    """Bytes of `length` elements in one row; None if they do not fill the kind's blocks."""
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType  # only GGUF files need it
+    """Return the bytes of a row of `length` elements; None if these do not fill the kind's blocks."""
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType  # only GGUF files need the package
 
     if kind in CODE_KINDS:
         _, per_block, bits = CODE_KINDS[kind]
@@ -206,11 +211,11 @@ class MappedFile:
     """A file's bytes without a copy.
 
     Args:
-        model: what the user called the model, for errors.
+        model: the user's name of the model, for errors.
         path: the file.
 
     Raises:
-        ModelError: it cannot be opened, or is empty.
+        ModelError: the file cannot be opened, or is empty.
     """
 
     def __init__(self, model: str, path: Path) -> None:
@@ -223,7 +228,7 @@ class MappedFile:
         self.bytes = np.frombuffer(self._map, np.uint8)
 
     def release(self) -> None:
-        """Drops the pages from this process; they stay in the system's cache while it has room."""
+        """Drop the file's pages from this process; they stay in the system's cache while that has room."""
         if hasattr(self._map, "madvise"):
             self._map.madvise(mmap.MADV_DONTNEED)
 
@@ -232,8 +237,8 @@ class SafetensorsWeights:
     """The tensors of a directory of safetensors, in one file or in shards.
 
     Args:
-        model: what the user called the model, for errors.
-        directory: holds model.safetensors, or model.safetensors.index.json and the files it names.
+        model: the user's name of the model, for errors.
+        directory: a directory with model.safetensors, or with model.safetensors.index.json and the files in this index.
 
     Raises:
         ModelError: a file is missing, cut short, or contradicts itself.
@@ -253,26 +258,27 @@ class SafetensorsWeights:
                     raise ModelError(model, f"its weights cannot be read: {both} have a tensor {name}")
                 self._entries[name] = (file, *entry)
 
+    def _entry(self, name: str) -> tuple[MappedFile, str, tuple[int, ...], int, int]:
+        if name not in self._entries:
+            raise ModelError(self._model, f"its weights lack {name} ({self._directory.name})")
+        return self._entries[name]
+
     def names(self) -> Collection[str]:
-        """As in `WeightSource`."""
+        """See `WeightSource`."""
         return self._entries.keys()
 
     def tensor(self, name: str) -> StoredTensor:
-        """As in `WeightSource`."""
-        if name not in self._entries:
-            raise ModelError(self._model, f"its weights lack {name} ({self._directory.name})")
-        file, kind, shape, start, end = self._entries[name]
+        """See `WeightSource`."""
+        file, kind, shape, start, end = self._entry(name)
         if kind not in FLOAT_KINDS:
-            raise ModelError(self._model, f"{file.path.name}: {name} is of type {kind}; F32, F16 and BF16 are read")
+            raise ModelError(self._model, f"{file.path.name}: {name} is of type {kind}, not F32, F16 or BF16")
         shape = shape or (1,)
         rows = file.bytes[start:end].reshape(math.prod(shape[:-1]), shape[-1] * FLOAT_KINDS[kind])
         return StoredTensor(name, kind, shape, rows)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """As in `WeightSource`; of any kind that safetensors has."""
-        if name not in self._entries:
-            raise ModelError(self._model, f"its weights lack {name} ({self._directory.name})")
-        return self._entries[name][2]
+        """See `WeightSource`. The tensor may be of any type."""
+        return self._entry(name)[2]
 
     def kind(self, name: str) -> str:
         """Return the safetensors type of an existing tensor."""
@@ -283,26 +289,26 @@ class SafetensorsWeights:
         return self._entries[name][0].path.name
 
     def part(self, name: str, index: int | None = None) -> "torch.Tensor":
-        """Return a copy of an existing tensor, in the type that the file has it in.
+        """Return a copy of an existing tensor, in the file's type.
 
         Args:
             index: the matrix to copy, by the first dimension; None copies the whole tensor.
 
         Raises:
-            ModelError: the type is none that is read.
+            ModelError: the type is not supported.
         """
         import torch
 
         file, kind, shape, start, end = self._entries[name]
         if kind not in _TORCH_NAMES:
-            raise ModelError(self._model, f"{file.path.name}: {name} is of type {kind}, which is not read")
+            raise ModelError(self._model, f"{file.path.name}: {name} is of type {kind}, which is not supported")
         if index is not None:
             size = (end - start) // shape[0]
             start, end, shape = start + index * size, start + (index + 1) * size, shape[1:]
-        return torch.from_numpy(np.array(file.bytes[start:end])).view(getattr(torch, _TORCH_NAMES[kind])).reshape(shape)
+        return torch.from_numpy(np.array(file.bytes[start:end])).view(torch_type(kind)).reshape(shape)
 
     def release(self) -> None:
-        """As in `WeightSource`."""
+        """See `WeightSource`."""
         for file in self._files:
             file.release()
 
@@ -312,11 +318,11 @@ _TEXT_PARTS = (
     ("language_model.lm_head.", "lm_head."),
     ("model.language_model.", "model."),
 )
-"""How names begin in a checkpoint that holds a text model beside others, and in the text model's own."""
+"""Prefixes of names in a checkpoint with a text model and other parts, and in a checkpoint of the text model."""
 
 
 class TextWeights:
-    """The tensors of a checkpoint that also reads pictures, by the names of its text model. A `WeightSource`.
+    """The tensors of a checkpoint that also reads pictures, by its text model's names. Implements `WeightSource`.
 
     Args:
         files: the whole checkpoint; tensors of its other parts keep their names.
@@ -327,19 +333,19 @@ class TextWeights:
         self._stored = {self._own(name): name for name in files.names()}
 
     def names(self) -> Collection[str]:
-        """As in `WeightSource`."""
+        """See `WeightSource`."""
         return self._stored.keys()
 
     def tensor(self, name: str) -> StoredTensor:
-        """As in `WeightSource`."""
+        """See `WeightSource`."""
         return replace(self._files.tensor(self._stored.get(name, name)), name=name)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """As in `WeightSource`."""
+        """See `WeightSource`."""
         return self._files.shape(self._stored.get(name, name))
 
     def release(self) -> None:
-        """As in `WeightSource`."""
+        """See `WeightSource`."""
         self._files.release()
 
     @staticmethod
@@ -351,7 +357,7 @@ class TextWeights:
 
 
 class JoinedWeights:
-    """The tensors of a checkpoint that has a convolution's channels in parts, as the module has them. A `WeightSource`.
+    """Joins a convolution's channels, which some checkpoints have in parts. Implements `WeightSource`.
 
     Args:
         files: the whole checkpoint.
@@ -369,11 +375,11 @@ class JoinedWeights:
         self._names = {name for name in names if name not in parts} | self._joined.keys()
 
     def names(self) -> Collection[str]:
-        """As in `WeightSource`."""
+        """See `WeightSource`."""
         return self._names
 
     def tensor(self, name: str) -> StoredTensor:
-        """As in `WeightSource`."""
+        """See `WeightSource`."""
         if name not in self._joined:
             return self.files.tensor(name)
         parts = [self.files.tensor(part) for part in self._joined[name]]
@@ -381,14 +387,14 @@ class JoinedWeights:
         return StoredTensor(name, parts[0].kind, self.shape(name), rows)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """As in `WeightSource`."""
+        """See `WeightSource`."""
         if name not in self._joined:
             return self.files.shape(name)
         shapes = [self.files.shape(part) for part in self._joined[name]]
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     def release(self) -> None:
-        """As in `WeightSource`."""
+        """See `WeightSource`."""
         self.files.release()
 
 
@@ -403,7 +409,7 @@ def stored(name: str, values: "torch.Tensor") -> StoredTensor:
 
     values = values.contiguous()
     values = values.reshape(values.shape or 1)
-    kind = next(kind for kind in FLOAT_KINDS if getattr(torch, _TORCH_NAMES[kind]) == values.dtype)
+    kind = next(kind for kind in FLOAT_KINDS if torch_type(kind) == values.dtype)
     rows = values.reshape(-1, values.shape[-1]).cpu().view(torch.uint8).numpy()
     return StoredTensor(name, kind, tuple(values.shape), rows)
 
@@ -419,23 +425,23 @@ class ModuleWeights:
         self._tensors = dict(hf.state_dict())
 
     def names(self) -> Collection[str]:
-        """As in `WeightSource`."""
+        """See `WeightSource`."""
         return self._tensors.keys()
 
     def tensor(self, name: str) -> StoredTensor:
-        """As in `WeightSource`."""
+        """See `WeightSource`."""
         return stored(name, self._tensors[name].detach())
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """As in `WeightSource`."""
+        """See `WeightSource`."""
         return tuple(self._tensors[name].shape)
 
     def release(self) -> None:
-        """Do nothing: nothing is mapped."""
+        """Do nothing, because no file is mapped."""
 
 
 def _group_values(kind: str, rows: np.ndarray) -> np.ndarray:
-    """The weights [rows, inputs] float32 of rows of a kind of `GROUP_KINDS`."""
+    """Return the weights [rows, inputs] float32 of rows of a kind of `GROUP_KINDS`."""
     bits, inputs = GROUP_KINDS[kind]
     blocks = np.ascontiguousarray(rows).reshape(len(rows), -1, 6 + inputs * bits // 8)
     scales = blocks[:, :, :4].copy().view("<f4")  # [rows, blocks, 1]
@@ -448,7 +454,7 @@ def _group_values(kind: str, rows: np.ndarray) -> np.ndarray:
 
 
 def _code_values(kind: str, rows: np.ndarray) -> np.ndarray:
-    """The weights [rows, inputs] float32 of rows of a kind of `CODE_KINDS`."""
+    """Return the weights [rows, inputs] float32 of rows of a kind of `CODE_KINDS`."""
     _, inputs, bits = CODE_KINDS[kind]
     blocks = np.ascontiguousarray(rows).reshape(len(rows), -1, 2 + inputs * bits // 8)
     scales = blocks[:, :, :2].copy().view("<f2").astype(np.float32)  # [rows, blocks, 1]
@@ -459,7 +465,7 @@ def _code_values(kind: str, rows: np.ndarray) -> np.ndarray:
 
 
 def _fp8_values(kind: str, rows: np.ndarray) -> "torch.Tensor":
-    """The weights [rows, inputs] float32 of rows of a kind of `FP8_KINDS`."""
+    """Return the weights [rows, inputs] float32 of rows of a kind of `FP8_KINDS`."""
     import torch
 
     blocks = np.ascontiguousarray(rows).reshape(len(rows), -1, 4 + FP8_KINDS[kind])
@@ -471,7 +477,7 @@ _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
 
 
 def _fp4_values(kind: str, rows: np.ndarray) -> "torch.Tensor":
-    """The weights [rows, inputs] float32 of rows of a kind of `FP4_KINDS`."""
+    """Return the weights [rows, inputs] float32 of rows of a kind of `FP4_KINDS`."""
     import torch
 
     inputs = FP4_KINDS[kind]
@@ -491,7 +497,7 @@ def _e4m3(codes: np.ndarray) -> "torch.Tensor":
 
 
 def _shards(model: str, directory: Path) -> list[Path]:
-    """The weight files of a directory."""
+    """Return the weight files of a directory."""
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if single.is_file():
         return [single]
@@ -525,7 +531,7 @@ def _entries(model: str, file: MappedFile) -> Iterator[tuple[str, tuple[str, tup
 
     size = len(file.bytes)
     if size < 8:
-        raise broken(f"{size} bytes are no safetensors file")
+        raise broken(f"a safetensors file has more than {size} bytes")
     (header_bytes,) = struct.unpack("<Q", file.bytes[:8].tobytes())
     start = 8 + header_bytes
     if header_bytes > _MAX_HEADER_BYTES or start > size:
@@ -536,18 +542,17 @@ def _entries(model: str, file: MappedFile) -> Iterator[tuple[str, tuple[str, tup
         last, used = "", 0
         for name, entry in sorted(entries, key=lambda item: tuple(item[1]["data_offsets"])):
             first, end = entry["data_offsets"]
-            shape, dtype = tuple(entry["shape"]), entry["dtype"]
-            if not all(type(n) is int and n >= 0 for n in (first, end, *shape)) or not isinstance(dtype, str):
+            shape, kind = tuple(entry["shape"]), entry["dtype"]
+            if not all(type(n) is int and n >= 0 for n in (first, end, *shape)) or not isinstance(kind, str):
                 raise broken(f"the entry of {name} is {str(entry)[:200]}")
             if first < used and end > first:
                 raise broken(f"{name} begins at byte {start + first}, within {last}")
             last, used = name, max(used, end)
             if first > end or start + end > size:
                 raise broken(f"{name} ends at byte {start + end} of {size}")
-            kind = dtype
-            known = FLOAT_KINDS.get(kind) or _PART_KINDS.get(kind)
-            if known is not None and end - first != int(np.prod(shape, dtype=object)) * known:
-                raise broken(f"{name} has {end - first} bytes, which {kind} of shape {list(shape)} does not take")
+            item_bytes = FLOAT_KINDS.get(kind) or _PART_KINDS.get(kind)
+            if item_bytes is not None and end - first != int(np.prod(shape, dtype=object)) * item_bytes:
+                raise broken(f"{name} has {end - first} bytes, which do not fit {kind} of shape {list(shape)}")
             yield name, (kind, shape, start + first, start + end)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as fault:
         raise broken(f"its header is not readable: {fault!r}") from fault

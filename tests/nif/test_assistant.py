@@ -295,14 +295,14 @@ def test_what_cannot_have_an_assistant_is_refused(pair: AssistedPair, tmp_path: 
     plain = build_native_model("llama", tmp_path / "llama", build_tokenizer)
     hidden = json.loads((plain / "config.json").read_text())["hidden_size"]
     same_size = random_pair("gemma4", tmp_path, sizes={"hidden_size": hidden}, **CLUSTERS)
-    assert "which has no layer of sliding_attention" in refusal(plain, same_size.draft)
+    assert "the model has no layer of sliding_attention" in refusal(plain, same_size.draft)
     assert "needs the native runner" in refusal(pair.path, pair.draft, runner="torch")
     other = tmp_path / "other.gguf"
     writer = gguf.GGUFWriter(other, "gemma4_mtp")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    assert "(gemma4_mtp), of which gemma4-assistant is read" in refusal(pair.path, other)
+    assert "is an assistant of gemma4_mtp; only gemma4-assistant is supported" in refusal(pair.path, other)
     with pytest.raises(ModelError, match="is an assistant, which guesses tokens for another model: name it with draft"):
         load_engine(EngineOptions(model_path=str(pair.draft), dtype="float32"))
     with pytest.raises(ModelError, match="is an assistant"):

@@ -77,7 +77,7 @@ def test_files_that_speak_of_no_embeddings_name_none(tmp_path: Path) -> None:
         ({"1_Pooling__config": {"pooling_mode": "max"}}, "pooled by max"),
         ({"1_Pooling__config": {"pooling_mode": ["cls", "mean"]}}, "cls and mean"),
         ({"1_Pooling__config": "{"}, "config.json cannot be read"),
-        ({"1_Pooling__config": []}, "no JSON object"),
+        ({"1_Pooling__config": []}, "not a JSON object"),
         ({"modules": {}}, "no list"),
         ({"modules": [POOLING]}, "is not there"),
         ({"modules": [POOLING | {"path": "../.."}]}, "outside"),
@@ -149,7 +149,7 @@ def test_an_encoder_whose_files_do_not_say_is_refused_until_somebody_does(
     directory = build_embedder("bert mean", tmp_path, tiny_models)
     (directory / "modules.json").unlink()
     (directory / "1_Pooling" / "config.json").unlink()
-    with pytest.raises(ModelError, match="say it with pooling"):
+    with pytest.raises(ModelError, match="set pooling to last, mean or cls"):
         load_model(str(directory), n_gpu_layers=0)
     model = load_model(str(directory), n_gpu_layers=0, pooling="cls")
     assert model.pooling is not None

@@ -168,7 +168,7 @@ async def test_an_adapter_is_loaded_unloaded_and_loaded_again_as_another(
             assert [card.id for card in cards][1:] == ["x"]
             found = await batcher.generate(PROMPT, model="x", max_tokens=8, ignore_eos=True)
             assert found.token_ids == expected.generate(name, PROMPT, 8) and found.usage.cached_tokens == 0
-            with pytest.raises(InvalidRequest, match="one of this name already"):
+            with pytest.raises(InvalidRequest, match="with this name is loaded already"):
                 await batcher.load_adapter("x", str(dirs[name]))
             assert (await batcher.unload_adapter("x")).num_cancelled == 0
             with pytest.raises(ModelNotFound):
@@ -276,7 +276,7 @@ async def test_a_faulty_adapter_keeps_a_service_from_starting(
     change_config(adapter, use_dora=True)
     for sources, words in (
         ([f"a={adapter}"], "cannot load adapter 'a': adapter_config.json: use_dora"),
-        ([f"a={dirs['one']}", f"a={dirs['two']}"], "one of this name already"),
+        ([f"a={dirs['one']}", f"a={dirs['two']}"], "with this name is loaded already"),
         (["a"], "is not NAME=DIR"),
         ("a=b", "a list of NAME=DIR"),
     ):

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from genbatch.nif.errors import ModelError, TensorError
-from genbatch.nif.models.file_checks import MAX_JSON_BYTES
+from genbatch.nif.json_files import MAX_JSON_BYTES
 from genbatch.nif.models.model import describe_model, load_model
 from genbatch.nif.models.weight_source import StoredTensor
 from genbatch.nif.native.library import WEIGHT_F32, WEIGHT_I8, native_library
@@ -85,7 +85,7 @@ _HUGE = 10**12
     ("fields", "name"),
     [
         ({"num_hidden_layers": _HUGE}, "num_hidden_layers"),
-        ({"num_hidden_layers": 1000}, "1000 layers|asks for"),
+        ({"num_hidden_layers": 1000}, "1000 layers|needs"),
         ({"num_labels": 10**9}, "num_labels"),
         ({"num_attention_heads": 10**9}, "num_attention_heads"),
         ({"num_attention_heads": 0}, "num_attention_heads"),
@@ -96,8 +96,8 @@ _HUGE = 10**12
         ({"hidden_size": -32}, "hidden_size"),
         ({"hidden_size": 2**62}, "hidden_size"),
         ({"vocab_size": 10**10}, "vocab_size"),
-        ({"vocab_size": 2 * 10**9}, "asks for|embed_tokens"),
-        ({"intermediate_size": 2 * 10**9}, "asks for|mlp"),
+        ({"vocab_size": 2 * 10**9}, "needs|embed_tokens"),
+        ({"intermediate_size": 2 * 10**9}, "needs|mlp"),
         ({"max_position_embeddings": 10**30}, "max_position_embeddings"),
         ({"pad_token_id": 320}, "pad_token_id"),
         ({"pad_token_id": 10**30}, "pad_token_id"),
@@ -310,9 +310,9 @@ def encoder(embedder_dir: Callable[[str], Path], tmp_path: Path) -> Path:
     [
         (
             lambda tensors: tensors.update({"encoder.layer.7.output.dense.weight": torch.ones(32, 64)}),
-            "encoder.layer.7.output.dense.weight, for which",
+            "encoder.layer.7.output.dense.weight, which",
         ),
-        (lambda tensors: tensors.update({"layers.0.gate": torch.ones(1)}), "layers.0.gate, for which"),
+        (lambda tensors: tensors.update({"layers.0.gate": torch.ones(1)}), "layers.0.gate, which"),
         (
             lambda tensors: tensors.update({"encoder.layer.1.output.dense.bias": torch.ones(33)}),
             r"encoder.layer.1.output.dense.bias has the shape \[33\], the configuration says \[32\]",

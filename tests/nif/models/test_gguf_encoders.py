@@ -285,7 +285,11 @@ BROKEN: dict[str, tuple[dict[str, Any], Callable[[dict[str, Any]], None] | None,
     "tokens": ({"pooling": 1}, lambda metadata: metadata.pop("tokenizer.ggml.tokens"), "it has no tokens"),
     "too few": ({"pooling": 1}, lambda metadata: metadata["tokenizer.ggml.tokens"].pop(), "119 tokens|table of emb"),
     "scores": ({"pooling": 1}, lambda metadata: metadata.pop("tokenizer.ggml.scores"), "lack a score"),
-    "kind": ({"pooling": 1}, lambda metadata: metadata.update({"tokenizer.ggml.model": "gpt2"}), "'gpt2'; read"),
+    "kind": (
+        {"pooling": 1},
+        lambda metadata: metadata.update({"tokenizer.ggml.model": "gpt2"}),
+        "'gpt2'; encoders need",
+    ),
     "ends": (
         {"pooling": 1},
         lambda metadata: (

@@ -21,7 +21,7 @@ from genbatch.nif.models.architectures import ARCHITECTURES, layer_groups, max_p
 from genbatch.nif.models.gguf_config import gguf_config, gguf_end_tokens
 from genbatch.nif.models.gguf_families import family_of
 from genbatch.nif.models.gguf_file import GgufFile, GgufWeights
-from genbatch.nif.models.model import _merged_experts, _merged_latents
+from genbatch.nif.models.model import _merged
 from genbatch.nif.models.rope import RopeTables
 from genbatch.nif.native.library import STORED_KINDS
 from genbatch.nif.native.model_weights import ModelWeights
@@ -542,21 +542,18 @@ def test_configuration_and_tensors_come_back(models: ModuleType, tmp_path: Path,
         assert np.allclose(got.cosines, want.cosines, atol=1e-6)
     weights = GgufWeights(file, config)
     stored = {key: weights.tensor(key).whole() for key in weights.names()} if name == "gpt_oss" else {}
-    merged = _merged_experts(SimpleNamespace(model_class=type(model), config=config), stored)  # of a module
     parts = {
         key: weights.tensor(key).whole()
         for key in weights.names()
         if key.endswith(("k_b_proj.weight", "v_b_proj.weight"))
     }
-    latents = _merged_latents(SimpleNamespace(model_class=type(model), config=config), parts)
+    merged = _merged(SimpleNamespace(model_class=type(model), config=config), stored | parts)  # of a module
     is_stacked = name != "gemma4_experts"  # whose files have gates and ups in one
     for key, parameter in model.state_dict().items():
         if key == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
-        if name == "gpt_oss":
+        if name == "gpt_oss" or (name == "deepseek3" and key in merged):
             got = merged[key]
-        elif key in latents and name == "deepseek3":
-            got = latents[key]
         elif is_stacked and ".experts.gate_up_proj" in key:
             halves = [
                 weights.tensor(f"{key.replace('gate_up_proj', part)}.weight") for part in ("gate_proj", "up_proj")
@@ -572,7 +569,7 @@ def test_the_experts_of_a_file_become_those_of_the_module(models: ModuleType, tm
     file = written(tmp_path / "model.gguf", "qwen3_moe", model)
     weights = GgufWeights(file, gguf_config(file))
     stored = {name: weights.tensor(name).whole() for name in weights.names()}
-    merged = _merged_experts(SimpleNamespace(model_class=type(model), config=model.config), stored)
+    merged = _merged(SimpleNamespace(model_class=type(model), config=model.config), stored)
     experts = {key: parameter for key, parameter in model.state_dict().items() if "mlp.experts." in key}
     assert len(experts) == 2 * model.config.num_hidden_layers
     for key, parameter in experts.items():

@@ -114,7 +114,7 @@ def test_a_file_cut_short_names_the_tensor(good: bytes, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("at", "value", "reason"),
     [
-        (0, b"GGML", "is no GGUF file"),
+        (0, b"GGML", "is not a GGUF file"),
         (4, struct.pack("<I", 1), "version 1"),
         (8, struct.pack("<Q", 2**63), "has 0 dimensions|goes beyond|ends within"),
         (16, struct.pack("<Q", 2**63), "occurs twice|goes beyond|unknown type|ends within|no UTF-8"),
@@ -141,8 +141,8 @@ def table_line(good: bytes, name: bytes) -> int:
         (4, struct.pack("<Q", 63), "rows of 63 elements do not fill blocks of Q4_0"),
         (20, struct.pack("<I", 24), "is of type I8"),
         (20, struct.pack("<I", 9999), "is of type 9999"),
-        (20, struct.pack("<I", 43), "is of type 43; read are BF16, F16, F32, IQ1_M"),
-        (24, struct.pack("<Q", 7), "begins at offset 7, no multiple of 32"),
+        (20, struct.pack("<I", 43), "is of type 43; supported are BF16, F16, F32, IQ1_M"),
+        (24, struct.pack("<Q", 7), "begins at offset 7, not a multiple of 32"),
         (24, struct.pack("<Q", 2**63), "begins at byte"),
     ],
 )
@@ -284,8 +284,8 @@ def test_as_many_factors_of_positions_are_read_as_pairs_are_rotated(rotated: int
     [
         ({"x.factor": 4.0}, [], None),
         ({}, [], "x.factor is missing"),
-        ({"x.factor": 4.0}, ["rope_freqs.weight"], "only one of them is read"),
-        ({"x.factor": 4.0, "x.yarn_attn_factor": 2.0}, [], "only 1 is read"),
+        ({"x.factor": 4.0}, ["rope_freqs.weight"], "only one of them is supported"),
+        ({"x.factor": 4.0, "x.yarn_attn_factor": 2.0}, [], "only 1 is supported"),
         ({"x.factor": -1.0}, [], "not a positive number"),
     ],
 )

@@ -423,7 +423,7 @@ def test_a_file_without_a_scaling_has_a_plain_embedding(tmp_path: Path, numbers:
 @pytest.mark.parametrize(
     ("numbers", "reason"),
     [
-        ({"rope.scaling.type": "ntk"}, r"llama\.rope\.scaling\.type is 'ntk'; none, linear and yarn are read"),
+        ({"rope.scaling.type": "ntk"}, r"llama\.rope\.scaling\.type is 'ntk'; supported are none, linear and yarn"),
         ({"rope.scaling.type": "longrope"}, r"llama\.rope\.scaling\.type is 'longrope'"),
         ({"rope.scaling.type": 7}, r"llama\.rope\.scaling\.type is 7"),
         ({"rope.scaling.type": "yarn"}, r"llama\.rope\.scaling\.factor is missing"),
@@ -434,14 +434,14 @@ def test_a_file_without_a_scaling_has_a_plain_embedding(tmp_path: Path, numbers:
         ({"rope.scaling.alpha": 1000.0}, r"llama\.rope\.scaling\.alpha is a scaling"),
         (
             {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.yarn_log_multiplier": 0.1},
-            r"llama\.rope\.scaling\.yarn_log_multiplier is 0\.1\S*; only 0 is read",
+            r"llama\.rope\.scaling\.yarn_log_multiplier is 0\.1\S*; only 0 is supported",
         ),
         (
             {"rope.scaling.type": "yarn", "rope.freq_base": 1.0},
-            r"llama\.rope\.freq_base is 1\.0; yarn needs one above 1",
+            r"llama\.rope\.freq_base is 1\.0; yarn needs a base above 1",
         ),
         ({"rope.freq_base": math.nan}, r"llama\.rope\.freq_base is nan, not a positive number"),
-        ({"rope.dimension_count": "64"}, "its metadata are no configuration of llama"),
+        ({"rope.dimension_count": "64"}, "its metadata do not describe a llama"),
         ({"attention.key_length": 32}, r"llama\.rope\.dimension_count is 64 in heads of 32"),
     ],
 )
@@ -459,7 +459,7 @@ def test_a_scaling_that_cannot_be_had_is_refused_by_name(tmp_path: Path, numbers
         ([1.0] * 31, "linear", "has 31 factors for 64 rotated elements"),
         ([1.0] * 31 + [0.0], "linear", "has a factor that is no positive number"),
         ([1.0] * 31 + [math.inf], "linear", "has a factor that is no positive number"),
-        ([1.0] * 32, "yarn", "beside llama.rope.scaling.type yarn"),
+        ([1.0] * 32, "yarn", "and llama.rope.scaling.type yarn"),
     ],
 )
 def test_frequencies_that_cannot_be_are_refused_by_name(
@@ -478,7 +478,7 @@ def test_a_family_that_is_converted_is_refused_with_a_scaling(tmp_path: Path) ->
     good = file.write(tmp_path / "good.gguf").read_bytes()
     name = b"\x05" + bytes(7)
     (tmp_path / "bad.gguf").write_bytes(good.replace(name + b"llama", name + b"bloom").replace(b"llama.", b"bloom."))
-    with pytest.raises(ModelError, match=r"bad\.gguf: bloom\.rope\.scaling\.type is 'linear', which is not read"):
+    with pytest.raises(ModelError, match=r"bad\.gguf: bloom\.rope\.scaling\.type is 'linear', which is not supported"):
         resolve_model(str(tmp_path / "bad.gguf"))
 
 

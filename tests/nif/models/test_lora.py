@@ -87,7 +87,7 @@ def test_ways_of_naming_modules(base: Path, model: Model, tmp_path: Path, config
         ({"r": "4"}, "r is '4'"),
         ({"r": 0}, "r is '0'"),
         ({"lora_alpha": None}, "lora_alpha"),
-        ({"rank_pattern": {"(": 4}}, "rank_pattern: '\\(' is no regular expression"),
+        ({"rank_pattern": {"(": 4}}, "rank_pattern: '\\(' is not a supported regular expression"),
         ({"alpha_pattern": [1]}, "alpha_pattern"),
         ({"alpha_pattern": {"q_proj": 10**400}}, "alpha_pattern"),
         ({"rank_pattern": {"q_proj": 10**400}}, "rank_pattern"),
@@ -98,16 +98,16 @@ def test_ways_of_naming_modules(base: Path, model: Model, tmp_path: Path, config
         ({"target_modules": "((a{60000}){60000}){60000}"}, "repeats multiply"),  # `regex` never compiles it
         ({"exclude_modules": 5}, "exclude_modules is '5'"),
         ({"exclude_modules": [5]}, "exclude_modules"),
-        ({"exclude_modules": "("}, "exclude_modules: '\\(' is no regular expression"),
-        ({"target_modules": "("}, "target_modules: '\\(' is no regular expression"),
+        ({"exclude_modules": "("}, "exclude_modules: '\\(' is not a supported regular expression"),
+        ({"target_modules": "("}, "target_modules: '\\(' is not a supported regular expression"),
         ({"layers_to_transform": "x"}, "layers_to_transform is 'x'"),
         ({"layers_to_transform": [[1]]}, "layers_to_transform"),
         ({"target_modules": None}, "target_modules"),
-        ({"target_modules": ["q_proj", "down_proj", "embed_tokens"]}, "model.embed_tokens is none of the linears"),
-        ({"target_modules": ["q_proj", "down_proj", "lm_head"]}, "lm_head is none of the linears"),
+        ({"target_modules": ["q_proj", "down_proj", "embed_tokens"]}, "model.embed_tokens is not a linear"),
+        ({"target_modules": ["q_proj", "down_proj", "lm_head"]}, "lm_head is not a linear"),
         ({"target_modules": ["q_proj"]}, "does not adapt model.layers"),
         ({"target_modules": ["q_proj", "k_proj", "down_proj"]}, f"{KEY.format(0, 'k_proj', 'A')} is missing"),
-        ({"r": 8}, "has rank 4, adapter_config.json says 8"),
+        ({"r": 8}, "has rank 4, but adapter_config.json has 8"),
     ],
 )
 def test_a_configuration_that_is_not_served_is_refused_by_its_field(
@@ -162,23 +162,23 @@ def tensors_with(**changes: torch.Tensor | None) -> Callable[[dict[str, torch.Te
     [
         (
             {"A": torch.zeros(4, 48)},
-            r"q_proj.lora_A.weight has the shape \[4, 48\], and the model's linear has 32 inputs",
+            r"q_proj.lora_A.weight has the shape \[4, 48\], but the model's linear has 32 inputs",
         ),
         (
             {"B": torch.zeros(48, 4)},
-            r"q_proj.lora_B.weight has the shape \[48, 4\], and the model's linear has 32 outputs",
+            r"q_proj.lora_B.weight has the shape \[48, 4\], but the model's linear has 32 outputs",
         ),
-        ({"A": torch.zeros(4)}, "a matrix is wanted"),
-        ({"B": torch.zeros(32, 3)}, "has rank 3, and its A has 4"),
+        ({"A": torch.zeros(4)}, "it must be a matrix"),
+        ({"B": torch.zeros(32, 3)}, "has rank 3, but its A has 4"),
         ({"B": None}, "layers.2.self_attn.q_proj.lora_B.weight is missing"),
         ({"A": torch.full((4, 32), math.nan)}, "q_proj.lora_A.weight has values that are not finite"),
-        ({"A": torch.zeros(4, 32, dtype=torch.int8)}, "of type I8; F32, F16 and BF16 are read"),
+        ({"A": torch.zeros(4, 32, dtype=torch.int8)}, "of type I8; F32, F16 and BF16 are supported"),
         ({"A": torch.zeros(200, 32)}, "has rank 200; 1 to 128 is allowed"),
         ({"A": torch.zeros(0, 32)}, "has rank 0"),
-        ({"lm_head.weight": torch.zeros(1)}, "lm_head.weight is no tensor of a LoRA adapter"),
+        ({"lm_head.weight": torch.zeros(1)}, "lm_head.weight is not a tensor of a LoRA adapter"),
         ({KEY.format(2, "q_proj", "magnitude_vector"): torch.zeros(1)}, "DoRA"),
         ({"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(1)}, "embeddings"),
-        ({"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 32)}, "lm_head is none of the linears"),
+        ({"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 32)}, "lm_head is not a linear"),
         ({"base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight": torch.zeros(4, 32)}, "layers.9"),
     ],
 )
@@ -226,7 +226,7 @@ def test_names_and_numbers_are_bounded(adapter: Path, model: Model) -> None:
         adapters.read(model.name, adapter)
     one = adapters.read("one", adapter)
     adapters.add(one)
-    with pytest.raises(AdapterError, match="one of this name already"):
+    with pytest.raises(AdapterError, match="with this name is loaded already"):
         adapters.add(one)
     with pytest.raises(AdapterError, match="max_loras"):
         adapters.read("two", adapter)

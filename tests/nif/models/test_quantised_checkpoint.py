@@ -325,7 +325,9 @@ def test_what_is_not_read_is_refused_by_name_before_weights_are(
     for load in (describe_model, load_model):
         with pytest.raises(ModelError) as refused:
             load(str(directory))
-        assert refused.value.reason.startswith(f"quantization_config: {reason}, which is not read; take the model")
+        assert refused.value.reason.startswith(
+            f"quantization_config: {reason}, which is not supported; use the original model"
+        )
         assert "\n" not in refused.value.reason
 
 
@@ -336,12 +338,12 @@ STATE = "weight.quant_state.bitsandbytes__nf4"
 @pytest.mark.parametrize(
     ("form", "part", "change", "reason"),
     [
-        ("gptq-4-32-gptq", "scales", None, f"its weights lack {NAME}.scales, which model.safetensors has"),
-        ("gptq-4-32-gptq", "qweight", None, f"its weights lack {NAME}.qweight, which model.safetensors has"),
-        ("awq-32", "qzeros", None, f"its weights lack {NAME}.qzeros, which model.safetensors has"),
-        ("packed-4-128", "weight_shape", None, f"its weights lack {NAME}.weight_shape, which model.safetensors has"),
-        ("fp8-tensor", "weight_scale", None, f"its weights lack {NAME}.weight_scale, which model.safetensors has"),
-        ("int-quantized", "weight_scale", None, f"its weights lack {NAME}.weight_scale, which model.safetensors has"),
+        ("gptq-4-32-gptq", "scales", None, f"its weights lack {NAME}.scales, but model.safetensors has"),
+        ("gptq-4-32-gptq", "qweight", None, f"its weights lack {NAME}.qweight, but model.safetensors has"),
+        ("awq-32", "qzeros", None, f"its weights lack {NAME}.qzeros, but model.safetensors has"),
+        ("packed-4-128", "weight_shape", None, f"its weights lack {NAME}.weight_shape, but model.safetensors has"),
+        ("fp8-tensor", "weight_scale", None, f"its weights lack {NAME}.weight_scale, but model.safetensors has"),
+        ("int-quantized", "weight_scale", None, f"its weights lack {NAME}.weight_scale, but model.safetensors has"),
         ("gptq-4-32-gptq", "qzeros", lambda t: t[:-1], f"model.safetensors: {NAME}.qzeros has the shape [3, 32]"),
         ("gptq-4-32-gptq", "qweight", lambda t: t[:8], f"model.safetensors: {NAME}.scales has 4 groups of 64 inputs"),
         ("gptq-4-32-gptq", "qweight", lambda t: t.float(), f"model.safetensors: {NAME}.qweight is of type F32"),
@@ -356,12 +358,17 @@ STATE = "weight.quant_state.bitsandbytes__nf4"
         ("packed-4-128", "weight_shape", lambda t: -t, f"model.safetensors: {NAME}.weight_shape"),
         ("int-quantized", "weight_scale", lambda t: t[:7], f"model.safetensors: {NAME}.weight_scale has the shape [7"),
         ("bitsandbytes-nf4", STATE, None, f"its weights lack {NAME}.weight.quant_state.bitsandbytes__fp4"),
-        ("bitsandbytes-nf4", STATE, lambda t: t[:-9], "bitsandbytes__nf4 is no state of bitsandbytes: JSONDecodeError"),
-        ("bitsandbytes-nf4", STATE, lambda t: t[:2] * 0 + 49, "is no state of bitsandbytes: TypeError"),
+        (
+            "bitsandbytes-nf4",
+            STATE,
+            lambda t: t[:-9],
+            "bitsandbytes__nf4 is not a state of bitsandbytes: JSONDecodeError",
+        ),
+        ("bitsandbytes-nf4", STATE, lambda t: t[:2] * 0 + 49, "is not a state of bitsandbytes: TypeError"),
         ("bitsandbytes-nf4", "weight", lambda t: t[:9], f"{NAME}.weight has 9 bytes for 256 x 128 codes of 4 bits"),
         ("bitsandbytes-nf4", "weight.absmax", lambda t: t[1:], f"{NAME}.weight.absmax has the shape [511]"),
         ("bitsandbytes-nf4", "weight.absmax", lambda t: t.float(), f"{NAME}.weight.absmax is of type F32"),
-        ("bitsandbytes-nf4", "weight.quant_map", lambda t: t / 0, "weight.quant_map has a scale that is no finite"),
+        ("bitsandbytes-nf4", "weight.quant_map", lambda t: t / 0, "weight.quant_map has a scale that is not finite"),
         ("bitsandbytes-nf4", "weight.nested_absmax", None, f"its weights lack {NAME}.weight.nested_absmax"),
         ("nvfp4-packed", "weight_global_scale", None, f"its weights lack {NAME}.weight_global_scale"),
         ("nvfp4-packed", "weight_global_scale", lambda t: t * 0, "weight_global_scale is zero"),
