@@ -31,9 +31,14 @@ class Tile:
     registers: int | None = None  # limit for a thread; None lets the compiler choose
 
 
-def head_pad(head_size: int) -> int:
-    """Return the extent of a tile along the head."""
-    return max(_MIN_DOT_ROWS, int(triton.next_power_of_2(head_size)))
+def head_pad(head_size: int, element_size: int = 2) -> int:
+    """Return the extent of a tile along the head.
+
+    Args:
+        element_size: bytes of an element of the cache. Numbers of FP8 are multiplied in two halves of the head.
+    """
+    least = 2 * _MIN_DOT_ROWS if element_size == 1 else _MIN_DOT_ROWS
+    return max(least, int(triton.next_power_of_2(head_size)))
 
 
 def tile_shape(
@@ -59,24 +64,34 @@ def tile_shape(
     if element_size > 2:
         return Tile(needed, 16, 4, 1)  # float32 has no fast dot product: larger tiles only spill registers
     wide = head_size > 128  # such tiles must stay small to fit shared memory
+    is_large = shared_memory >= LARGE_SHARED_MEMORY
     if decode or in_order:
-        # With more keys Triton 3.6 spills registers for wide heads, and for heads that a mask cuts from a tile of 128.
-        # Converting FP8 numbers takes registers, too.
-        is_tight = element_size == 1 or 64 < head_size < 128
-        keys = 16 if wide else 32 if is_tight else 64
-        # Addresses wait for block ids, so block ids take stages, too. With 5 stages, keys and values have two buffers
-        # each; with 4 stages they have one. On an H100 both were as fast: registers allow three programs either way.
-        stages = (4 if keys == 64 else 5) if decode else 3 if keys == 64 else 2
+        if element_size == 1:
+            # Of eight tiles this was the fastest on an H100. With 3 stages it was as fast, and spilled registers.
+            keys = 32 if wide else 128 if is_large else 64
+            stages = {32: 5, 64: 4, 128: 2}[keys]
+        else:
+            # With more keys Triton 3.6 spills registers for wide heads, and for heads that a mask cuts from a tile of
+            # 128.
+            keys = 16 if wide else 32 if 64 < head_size < 128 else 64
+            # Addresses wait for block ids, so block ids take stages, too. With 5 stages, keys and values have two
+            # buffers each; with 4 stages they have one. On an H100 both were as fast: registers allow three programs
+            # either way.
+            stages = 4 if keys == 64 else 5
+        if not decode:
+            stages = 3 if keys == 64 else 2
         # Without a limit ptxas takes fewer registers than the GPU has, and spills some: with Triton 3.6 in wide chunks
         # and over FP8, and with Triton 3.9 in decodes of heads of 64 for compute capability 12.0.
-        registers = _decode_registers(head_size) if decode else 200 if wide or element_size == 1 else None
+        registers = _decode_registers(head_size) if decode else 200 if wide else 216 if element_size == 1 else None
         return Tile(needed, keys, 4, stages, registers)
-    is_large = shared_memory >= LARGE_SHARED_MEMORY
     if wide:
-        return Tile(max(needed, 64), 32, 8, 2) if is_large else Tile(max(needed, 32), 32, 4, 2)
+        keys = 16 if element_size == 1 else 32  # two halves of a head take more registers than one whole
+        return Tile(max(needed, 64), keys, 8, 2) if is_large else Tile(max(needed, 32), 32, 4, 2)
     if is_large:
         return Tile(max(needed, 128), 64, 8, 2)
-    return Tile(max(needed, 128), 32, 8, 2) if head_size <= 64 else Tile(max(needed, 64), 64, 8, 2)
+    if head_size <= 64:
+        return Tile(max(needed, 128), 32, 8, 2)
+    return Tile(max(needed, 64), 32 if element_size == 1 else 64, 8, 2)
 
 
 def programs_per_processor(tile: Tile, head_size: int, element_size: int, shared_memory: int) -> int:
@@ -89,7 +104,7 @@ def programs_per_processor(tile: Tile, head_size: int, element_size: int, shared
     """
     if element_size > 2:
         return 4  # float32 keeps keys in registers
-    padded = head_pad(head_size)
+    padded = head_pad(head_size, element_size)
     pairs = 1 if tile.num_stages <= 4 else 2  # of buffers for keys and values
     # The query, the block ids and the weights take shared memory, too.
     shared = 2 * pairs * tile.keys * padded * element_size + 32 * padded + 3584
@@ -187,42 +202,101 @@ def attend_keys(
     HAS_WHOLE: tl.constexpr,
 ):
     """Compute an online softmax over the keys at positions [first_key, end_key) of one sequence and KV head."""
+    # Two numbers of FP8 make a word. Matrix instructions get words in the order that they need; single bytes they do
+    # not. A word's low byte is an even dimension of the head.
+    IN_WORDS: tl.constexpr = key_ptr.dtype.element_ty.is_fp8() and query.dtype != tl.float32
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    output = tl.zeros([ROWS, HEAD_PAD], tl.float32)
+    if IN_WORDS:
+        query, odd_query, scale = _halves_of(query, scale, ROWS, HEAD_PAD)
+        key_ptr = key_ptr.to(tl.pointer_type(tl.uint16))
+        value_ptr = value_ptr.to(tl.pointer_type(tl.uint16))
+        output = tl.zeros([ROWS, HEAD_PAD // 2], tl.float32)
+        odd_output = tl.zeros([ROWS, HEAD_PAD // 2], tl.float32)
+    else:
+        odd_query = query
+        output = tl.zeros([ROWS, HEAD_PAD], tl.float32)
+        odd_output = tl.zeros([1, 1], tl.float32)  # is not used
+    PACK: tl.constexpr = 2 if IN_WORDS else 1
     if HAS_WHOLE:
         # All rows of a long prompt's chunk see most keys, which therefore need no comparison of positions.
         whole_key = tl.maximum(whole_key // KEYS * KEYS, first_key)
         for start in range(first_key, whole_key, KEYS):
-            output, maximum, total = _attend_tile(
-                output, maximum, total, query, query_positions, start, end_key, table_ptr, key_ptr, value_ptr,
-                block_stride, num_blocks, scale, softcap, window,
-                KEYS, BLOCK_SIZE, HEAD, HEAD_PAD, HAS_SOFTCAP, HAS_WINDOW, False,
+            output, odd_output, maximum, total = _attend_tile(
+                output, odd_output, maximum, total, query, odd_query, query_positions, start, end_key, table_ptr,
+                key_ptr, value_ptr, block_stride // PACK, num_blocks, scale, softcap, window,
+                KEYS, BLOCK_SIZE, HEAD // PACK, HEAD_PAD // PACK, IN_WORDS, HAS_SOFTCAP, HAS_WINDOW, False,
             )  # fmt: skip
         first_key = whole_key
     for start in range(first_key, end_key, KEYS):
-        output, maximum, total = _attend_tile(
-            output, maximum, total, query, query_positions, start, end_key, table_ptr, key_ptr, value_ptr,
-            block_stride, num_blocks, scale, softcap, window,
-            KEYS, BLOCK_SIZE, HEAD, HEAD_PAD, HAS_SOFTCAP, HAS_WINDOW, True,
+        output, odd_output, maximum, total = _attend_tile(
+            output, odd_output, maximum, total, query, odd_query, query_positions, start, end_key, table_ptr,
+            key_ptr, value_ptr, block_stride // PACK, num_blocks, scale, softcap, window,
+            KEYS, BLOCK_SIZE, HEAD // PACK, HEAD_PAD // PACK, IN_WORDS, HAS_SOFTCAP, HAS_WINDOW, True,
         )  # fmt: skip
+    if IN_WORDS:
+        output = tl.join(output, odd_output).reshape([ROWS, HEAD_PAD])
     return output, maximum, total
 
 
 @triton.jit
+def _halves_of(query, scale, ROWS: tl.constexpr, HEAD_PAD: tl.constexpr):
+    """The even and the odd dimensions of the queries in float16, and each row's scale [ROWS, 1].
+
+    FP8 becomes float16 in one instruction, and exactly. A row is divided by a power of two, so that it fits float16.
+    """
+    wide = query.to(tl.float32)
+    largest = tl.max(tl.abs(wide), 1)
+    power = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) & 0x7F800000, 0x00800000), 0x7E800000)
+    inverse = (0x7F000000 - power).to(tl.float32, bitcast=True)
+    halves = (wide * inverse[:, None]).to(tl.float16).reshape([ROWS, HEAD_PAD // 2, 2])
+    even, odd = tl.split(halves)
+    return even, odd, scale * power.to(tl.float32, bitcast=True)[:, None]
+
+
+_IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # the interpreter has no inline assembly
+# Of two words: a byte of each, side by side, becomes two numbers.
+_FP8_TO_FP16 = tl.constexpr("""{
+    .reg .b32 pair;
+    .reg .b16 bytes, unused;
+    prmt.b32 pair, $2, 0, 0x4420;
+    mov.b32 {bytes, unused}, pair;
+    cvt.rn.f16x2.e4m3x2 $0, bytes;
+    prmt.b32 pair, $2, 0, 0x4431;
+    mov.b32 {bytes, unused}, pair;
+    cvt.rn.f16x2.e4m3x2 $1, bytes;
+}""")
+
+
+@triton.jit
+def _numbers_of(words):
+    """The numbers of FP8 in the low and in the high bytes of words, in float16."""
+    if _IS_INTERPRETED:
+        low = words.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        high = (words >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        low, high = tl.inline_asm_elementwise(
+            _FP8_TO_FP16, "=&r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    return low, high
+
+
+@triton.jit
 def _converted(numbers, kind: tl.constexpr):
-    """Convert cached numbers to the query's type. Numbers other than FP8 have this type already."""
+    """Convert cached numbers to the query's type, which is float32 if they are of FP8."""
     if numbers.dtype.is_fp8():
-        numbers = numbers.to(tl.float32).to(kind)  # on GPUs of 8.9, Triton 3.6 cannot convert fp8 to bfloat16
+        numbers = numbers.to(kind)
     return numbers
 
 
 @triton.jit
 def _attend_tile(
     output,
+    odd_output,
     maximum,
     total,
     query,
+    odd_query,
     query_positions,
     start,
     end_key,
@@ -238,6 +312,7 @@ def _attend_tile(
     BLOCK_SIZE: tl.constexpr,
     HEAD: tl.constexpr,
     HEAD_PAD: tl.constexpr,
+    IN_WORDS: tl.constexpr,  # of two numbers, which block_stride, HEAD and HEAD_PAD then count
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     IS_EDGE: tl.constexpr,  # else every row sees every key of the tile
@@ -255,8 +330,14 @@ def _attend_tile(
     if HEAD % 16 == 0:
         # `block_stride` is a whole number of heads, so rows begin at multiples of 16 elements and loads are wide.
         offsets = tl.multiple_of(offsets, 16)
+    elif HEAD % 8 == 0:
+        offsets = tl.multiple_of(offsets, 8)
     key = tl.load(key_ptr + offsets[None, :] + dims[:, None], mask=readable[None, :] & in_head[:, None], other=0.0)
-    scores = tl.dot(query, _converted(key, query.dtype), input_precision="ieee") * scale
+    if IN_WORDS:
+        key, odd_key = _numbers_of(key)
+        scores = tl.dot(odd_query, odd_key, tl.dot(query, key)) * scale
+    else:
+        scores = tl.dot(query, _converted(key, query.dtype), input_precision="ieee") * scale
     if HAS_SOFTCAP:
         # tanh(x) = 1 - 2 / (exp(2x) + 1), which neither overflows nor needs a device library.
         scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E) / softcap) + 1.0))
@@ -276,8 +357,13 @@ def _attend_tile(
     value = tl.load(value_ptr + offsets[:, None] + dims[None, :], mask=readable[:, None] & in_head[None, :], other=0.0)
     total = total * correction + tl.sum(weights, 1)
     output = output * correction[:, None]
-    output += tl.dot(weights.to(query.dtype), _converted(value, query.dtype), input_precision="ieee")
-    return output, new_maximum, total
+    if IN_WORDS:
+        value, odd_value = _numbers_of(value)
+        odd_output = tl.dot(weights.to(tl.float16), odd_value, odd_output * correction[:, None])
+        output = tl.dot(weights.to(tl.float16), value, output)
+    else:
+        output += tl.dot(weights.to(query.dtype), _converted(value, query.dtype), input_precision="ieee")
+    return output, odd_output, new_maximum, total
 
 
 @triton.jit

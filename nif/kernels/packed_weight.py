@@ -106,7 +106,7 @@ def unpack(weight: PackedWeight) -> torch.Tensor:
 
 
 @triton.jit
-def _scale_and_zero(word):
+def scale_and_zero(word):
     """Return the scale and the zero of a word of `PackedWeight.scales`."""
     return (word & -16).to(tl.float32, bitcast=True), word & 0xF
 
@@ -130,7 +130,7 @@ def _unpack_kernel(
         group = columns // GROUP
         bytes_at = row * (NUM_GROUPS * GROUP // 2) + group // 2 * GROUP + columns % GROUP
         packed = tl.load(weight_ptr + bytes_at, mask=inside, other=0).to(tl.int32)
-        scale, zero = _scale_and_zero(tl.load(scale_ptr + row * NUM_GROUPS + group, mask=inside, other=0))
+        scale, zero = scale_and_zero(tl.load(scale_ptr + row * NUM_GROUPS + group, mask=inside, other=0))
         wide = (((packed >> (group % 2 * 4)) & 0xF) - zero).to(tl.float32) * scale
     else:
         wide = tl.load(weight_ptr + row * K + columns, mask=inside, other=0.0).to(tl.float32) * tl.load(scale_ptr + row)
@@ -194,8 +194,8 @@ def times_nibbles(
 
     Integers below 2,048 (256 in bfloat16) are exact in every type; the scales are applied in float32.
     """
-    scale, zero = _scale_and_zero(scaling.to(tl.int32))
-    scale_high, zero_high = _scale_and_zero((scaling >> 32).to(tl.int32))
+    scale, zero = scale_and_zero(scaling.to(tl.int32))
+    scale_high, zero_high = scale_and_zero((scaling >> 32).to(tl.int32))
     packed = tl.load(
         weight_ptr + outputs.to(tl.int64)[None, None, :] * NUM_BYTES + bytes_at[:, :, None],
         mask=used[None, None, :] & (bytes_at < NUM_BYTES)[:, :, None],
@@ -226,6 +226,39 @@ _SPREAD = """{
 }"""
 _SPREAD_BF16 = tl.constexpr(_SPREAD.replace("MAGIC", "0x43004300"))  # twice 128.0
 _SPREAD_FP16 = tl.constexpr(_SPREAD.replace("MAGIC", "0x64006400"))  # twice 1024.0
+# The nibbles less a zero, exactly; then times a scale whose rounding is a second number: one rounding in all.
+_SCALED = """{
+    .reg .b32 even, odd, n0, n1, n2, n3, one, none;
+    prmt.b32 even, $4, 0, 0x4140;
+    prmt.b32 odd, $4, 0, 0x4342;
+    mov.b32 one, ONE;
+    mov.b32 none, 0x80008000;
+    lop3.b32 n0, even, 0x000f000f, MAGIC, 0xea;
+    lop3.b32 n1, odd, 0x000f000f, MAGIC, 0xea;
+    shr.u32 even, even, 4;
+    shr.u32 odd, odd, 4;
+    lop3.b32 n2, even, 0x000f000f, MAGIC, 0xea;
+    lop3.b32 n3, odd, 0x000f000f, MAGIC, 0xea;
+    fma.rn.KIND n0, n0, one, $5;
+    fma.rn.KIND n1, n1, one, $6;
+    fma.rn.KIND n2, n2, one, $7;
+    fma.rn.KIND n3, n3, one, $8;
+    fma.rn.KIND even, n0, $13, none;
+    fma.rn.KIND $0, n0, $9, even;
+    fma.rn.KIND odd, n1, $14, none;
+    fma.rn.KIND $1, n1, $10, odd;
+    fma.rn.KIND even, n2, $15, none;
+    fma.rn.KIND $2, n2, $11, even;
+    fma.rn.KIND odd, n3, $16, none;
+    fma.rn.KIND $3, n3, $12, odd;
+}"""
+_SCALED_BF16 = tl.constexpr(
+    _SCALED.replace("MAGIC", "0x43004300").replace("ONE", "0x3f803f80").replace("KIND", "bf16x2")
+)
+_SCALED_FP16 = tl.constexpr(
+    _SCALED.replace("MAGIC", "0x64006400").replace("ONE", "0x3c003c00").replace("KIND", "f16x2")
+)
+_SCALED_OPERANDS = tl.constexpr("=&r,=&r,=&r,=&r" + 13 * ",r")
 
 
 @triton.jit
@@ -242,4 +275,27 @@ def _nibbles(packed, OFFSET: tl.constexpr):
         low, high = tl.inline_asm_elementwise(
             _SPREAD_FP16, "=r,=r,=r,=r,r", [packed], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
         )
+    return low, high
+
+
+@triton.jit
+def scaled_nibbles(packed, scale, zero, high_scale, high_zero, kind: tl.constexpr, OFFSET: tl.constexpr):
+    """The weights of the low and of the high nibbles in `kind`, rounded once; scales and zeros are broadcast."""
+    if OFFSET == 0:
+        low = (((packed & 0xF).to(tl.int32) - zero).to(tl.float32) * scale).to(kind)
+        high = (((packed >> 4).to(tl.int32) - high_zero).to(tl.float32) * high_scale).to(kind)
+    else:
+        less, high_less = (-OFFSET - zero).to(kind), (-OFFSET - high_zero).to(kind)
+        main, high_main = scale.to(kind), high_scale.to(kind)
+        rest, high_rest = (scale - main.to(tl.float32)).to(kind), (high_scale - high_main.to(tl.float32)).to(kind)
+        if OFFSET == 128:
+            low, high = tl.inline_asm_elementwise(
+                _SCALED_BF16, _SCALED_OPERANDS, [packed, less, high_less, main, high_main, rest, high_rest],
+                dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
+            )  # fmt: skip
+        else:
+            low, high = tl.inline_asm_elementwise(
+                _SCALED_FP16, _SCALED_OPERANDS, [packed, less, high_less, main, high_main, rest, high_rest],
+                dtype=(tl.float16, tl.float16), is_pure=True, pack=4,
+            )  # fmt: skip
     return low, high

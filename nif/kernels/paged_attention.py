@@ -494,7 +494,7 @@ def paged_attention(
             "KEYS": tile.keys,
             "BLOCK_SIZE": block_size,
             "HEAD": head_size,
-            "HEAD_PAD": head_pad(head_size),
+            "HEAD_PAD": head_pad(head_size, size),
             "HAS_SOFTCAP": bool(softcap),
             "HAS_WINDOW": window is not None,
             "HAS_SINKS": sinks is not None,
@@ -538,7 +538,7 @@ def paged_attention(
     partial_shape = (most_shares if joins else 1, num_heads)
     partial = torch.empty((*partial_shape, head_size), dtype=torch.float32, device=device)
     stats = torch.empty((*partial_shape, 2), dtype=torch.float32, device=device)
-    tile = tile_shape(group, head_size, size, decode=True)
+    tile = tile_shape(group, head_size, size, decode=True, shared_memory=setting.shared_memory)
     resident = programs_per_processor(tile, head_size, size, setting.shared_memory)
     num_programs = min(most_shares * num_kv_heads, _WAVES * resident * setting.num_processors)
     _decode_attention_kernel[(num_programs,)](

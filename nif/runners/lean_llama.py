@@ -7,8 +7,9 @@ and each launch adds to its time. Steps of many rows use the library's matrix pr
     own         [norm, qkv, rotate, write] [attend] [join] [out, add] [norm, gate and up, silu] [down, add]
     library     [add, norm] [qkv] [rotate, write] [attend] [join] [out] [add, norm] [gate and up] [silu] [down]
 
-Packed weights are unpacked for the library, one product at a time. `DecodeGraphs` measures at the start which path is
-faster for the decodes of a captured graph. Batch-invariant outputs always take the first path.
+With packed weights the second path has a product of its own (`packed_linear`) up to 256 rows. For more rows, weights
+are unpacked for the library, one product at a time. `DecodeGraphs` measures at the start which path is faster for the
+decodes of a captured graph. Batch-invariant outputs always take the first path.
 """
 
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from genbatch.nif.errors import OptionError
 from genbatch.nif.kernels.elementwise import add_rms_norm, rope_and_write, silu_mul
 from genbatch.nif.kernels.linear import HeadShape, Residual, Rotation, TileLinear, linear_tiles
 from genbatch.nif.kernels.lora import NormedRows
+from genbatch.nif.kernels.packed_linear import MOST_ROWS, packed_linear
 from genbatch.nif.kernels.packed_weight import GROUP, PackedWeight, from_groups, pack, unpacked
 from genbatch.nif.kernels.paged_attention import AttentionSetting, SharePlan, paged_attention, plan_shares
 from genbatch.nif.kernels.sample import next_tokens
@@ -35,11 +37,9 @@ if TYPE_CHECKING:
 
 _FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _MAX_OWN_ROWS = 64
-"""Most rows for which a step takes our own products without a measurement.
-
-With more rows, each read of a weight serves many rows, and the library's products are faster. Our products read a
-weight of 4 bits once for 16 rows: at 64 rows they move 2 bytes a weight, and unpacking moves 4.5.
-"""
+"""Most rows for which a step takes our own products without a measurement."""
+_MAX_OWN_PACKED_ROWS = 16
+"""The same with packed weights, which our own products unpack again for each 16 rows."""
 Products: TypeAlias = Literal["own", "library"]
 
 
@@ -161,8 +161,11 @@ class LeanLlama:
             return True
         if step.products is not None:
             return step.products == "own"
-        # The library reads unpacked weights as fast as our products do, and uses larger tiles for prompts.
-        return len(step.batch.input_ids) <= _MAX_OWN_ROWS and (self._bits > 0 or step.batch.max_query_len == 1)
+        num_rows = len(step.batch.input_ids)
+        if self._bits > 0:
+            return num_rows <= _MAX_OWN_PACKED_ROWS
+        # The library reads whole weights as fast as our products do, and uses larger tiles for prompts.
+        return num_rows <= _MAX_OWN_ROWS and step.batch.max_query_len == 1
 
     def empty_lora(self, num_rows: int, *, by_tables: bool) -> LoraRows:
         """Return rows with a zero adapter on every projection of every layer, for the warm-up."""
@@ -208,7 +211,7 @@ class LeanLlama:
         for index, (layer, pool) in enumerate(zip(self._layers, step.pools, strict=True)):
             hidden = add_rms_norm(residual, delta, layer.input_norm, self._eps)
             query = rope_and_write(
-                _linear(step.lora, index, QKV, hidden, layer.qkv),
+                self._linear(step.lora, index, QKV, hidden, layer.qkv),
                 pool.keys,
                 pool.values,
                 batch.slots[layer.group],
@@ -221,15 +224,25 @@ class LeanLlama:
                 eps=self._eps,
             )
             attended = self._attend(layer, query, batch, pool, plans[layer.group])
-            delta = _linear(step.lora, index, OUT, attended, layer.attention_out)
+            delta = self._linear(step.lora, index, OUT, attended, layer.attention_out)
             hidden = add_rms_norm(residual, delta, layer.mlp_norm, self._eps)
-            gated = silu_mul(_linear(step.lora, index, GATE_UP, hidden, layer.gate_up))
-            delta = _linear(step.lora, index, DOWN, gated, layer.mlp_out)
+            gated = silu_mul(self._linear(step.lora, index, GATE_UP, hidden, layer.gate_up))
+            delta = self._linear(step.lora, index, DOWN, gated, layer.mlp_out)
         assert delta is not None
         if not step.wants_every_row:
             residual, delta = residual[batch.logit_rows], delta[batch.logit_rows]
         hidden = add_rms_norm(residual, delta, self._final_norm, self._eps)
         out.copy_(linear(hidden, self._head.data, self._head.bias))
+
+    def _linear(
+        self, lora: LoraRows | None, layer: int, place: int, x: torch.Tensor, weight: PackedWeight
+    ) -> torch.Tensor:
+        """Compute a product of many rows, adapters included."""
+        if weight.bits and len(x) <= MOST_ROWS and x.element_size() == 2:
+            out = packed_linear(x, weight, self._setting.num_processors, self._setting.shared_memory)
+        else:
+            out = linear(x, unpacked(weight, x.dtype), weight.bias)
+        return out if lora is None else lora.add_to(layer, place, x, out)
 
     def _attend(
         self, layer: _Layer, query: torch.Tensor, batch: TensorBatch, pool: LayerPool, plan: SharePlan
@@ -262,12 +275,6 @@ def _delta(
         return None
     rows = NormedRows(x.hidden, x.sums, norm, x.eps) if isinstance(x, Residual) else NormedRows(x, None, None)
     return lora.delta(layer, place, rows, weight.num_outputs)
-
-
-def _linear(lora: LoraRows | None, layer: int, place: int, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
-    """Compute a product of many rows, adapters included."""
-    out = linear(x, unpacked(weight, x.dtype), weight.bias)
-    return out if lora is None else lora.add_to(layer, place, x, out)
 
 
 def plan_groups(batch: TensorBatch, windows: "Sequence[int | None]", setting: AttentionSetting) -> list[SharePlan]:

@@ -23,8 +23,8 @@ from genbatch.nif.runners.torch_runner import TensorBatch, to_device
 
 log = logging.getLogger("genbatch")
 
-_ROWS = (1, 2, 17, 33, 65)
-"""A number of rows for each tile size of our own matrix products, and one for the library's products."""
+_ROWS = (1, 2, 17, 33, 65, 129, 257)
+"""A number of rows for each tile size of our own matrix products, packed and not, and one for the library's."""
 _NUM_LOGIT_ROWS = 2  # rows of logits that the warm-up edits and reads
 
 

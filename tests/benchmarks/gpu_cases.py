@@ -85,7 +85,7 @@ class Bench:
         for batch_size in self._batches():
             yield f"decode B={batch_size}", partial(self.decode, batch_size)
         if self.part == "decode-8b":
-            for quantize, batch_size in product(("int4", "int8"), self.plan.batches[:3]):
+            for quantize, batch_size in product(("int4", "int8"), self.plan.batches):
                 yield f"decode {quantize} B={batch_size}", partial(self.other_decode, batch_size, weights=quantize)
             for batch_size in self.plan.batches[2:]:
                 yield f"decode float8 cache B={batch_size}", partial(self.other_decode, batch_size, cache="float8")

@@ -125,9 +125,9 @@ def test_h14_replay_with_adapters_equals_eager(gpu_model: Any) -> None:
             expected = eager.forward(batch)
             torch.testing.assert_close(graphed.forward(batch), expected, rtol=1e-5, atol=1e-5)
             if length == 3:
-                assert [not row.allclose(other) for row, other in zip(expected, plain, strict=True)] == [
-                    row % (handle + 1) > 0 for row in range(9)
-                ]
+                # Rows without an adapter are the same but for rounding: another variant of the kernel computes them.
+                changed = (expected - plain).abs().amax(1) > 1e-4 * plain.abs().amax(1)
+                assert changed.tolist() == [row % (handle + 1) > 0 for row in range(9)]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])

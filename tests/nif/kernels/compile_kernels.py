@@ -26,6 +26,7 @@ from genbatch.nif.kernels.attend_keys import Tile, programs_per_processor
 from genbatch.nif.kernels.elementwise import add_rms_norm, copy_blocks, rope_and_write, silu_mul, write_kv
 from genbatch.nif.kernels.linear import HeadShape, Residual, Rotation, TileLinear, linear_tiles
 from genbatch.nif.kernels.lora import LoraParts, NormedRows, lora_delta
+from genbatch.nif.kernels.packed_linear import packed_linear
 from genbatch.nif.kernels.packed_weight import pack, unpacked
 from genbatch.nif.kernels.paged_attention import AttentionSetting, paged_attention, plan_shares
 from genbatch.nif.kernels.sample import draw_tokens, edit_logits, gather_logprobs, next_tokens
@@ -43,6 +44,7 @@ STREAMING = (
     "_decode_attention_kernel",
     "_chunk_attention_kernel",
     "_linear_kernel",
+    "_packed_linear_kernel",
     "_survey_kernel",
     "_sample_kernel",
     "_unpack_kernel",
@@ -149,6 +151,14 @@ def unpacking(dtype: torch.dtype = torch.bfloat16) -> None:
         unpacked(pack(meta(6144, 4096), None, kind), dtype)
 
 
+def packed_products(kind: str, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Products of packed weights of an 8B, each tile of them, with splits of the inputs and without."""
+    for rows in (16, 32, 64, 128):
+        for outputs, inputs in ((28672, 4096), (4096, 14336)):
+            weight = pack(meta(outputs, inputs), meta(outputs), kind)
+            packed_linear(meta(rows, inputs, dtype=dtype), weight, 132, multiprocessor_memory(target.get()))
+
+
 def prefill_parts(dtype: torch.dtype = torch.bfloat16, cached: torch.dtype = torch.bfloat16) -> None:
     """What stands between the library's products in a step of many rows."""
     slots, tables = ints(4, dtype=torch.int64), (meta(64, 64, dtype=torch.float32),) * 2
@@ -224,12 +234,16 @@ ALL: tuple[Callable[[], None], ...] = (
     lambda: layer(64, "int4", normed=False),
     lambda: layer(16, "int4", head_size=256),
     lambda: layer(16, "int8", head_size=256),
+    lambda: packed_products("int4"),
+    lambda: packed_products("int4", torch.float16),
+    lambda: packed_products("int8"),
     prefill_parts,
 )
 
 
 FP8 = torch.float8_e4m3fn
 FROM_89: tuple[Callable[[], None], ...] = (
+    lambda: packed_products("fp8"),
     lambda: layer(1, "fp8"),
     lambda: layer(1, cached=FP8),
     lambda: attention(32, 8, 128, cached=FP8),
@@ -271,7 +285,8 @@ def faults_of(kernel: Compiled, capability: int) -> list[str]:
             found.append(f"{real} programs run at a time on a multiprocessor, and {assumed} are launched")
     if kernel.name in STREAMING and not kernel.loads_wide and not is_narrow:
         found.append("loads nothing 16 bytes at a time")
-    if kernel.name == "_chunk_attention_kernel" and not is_narrow and "'SHARE': 0" in kernel.variant:
+    by_warp_groups = kernel.name == "_packed_linear_kernel" or "'SHARE': 0" in kernel.variant
+    if kernel.name in ("_chunk_attention_kernel", "_packed_linear_kernel") and not is_narrow and by_warp_groups:
         wanted = {90: "wgmma", 100: "tcgen05"}.get(capability, "mma")
         if kernel.products != wanted:
             found.append(f"multiplies with {kernel.products or 'nothing'}, not {wanted}")

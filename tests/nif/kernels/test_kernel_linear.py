@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genbatch.nif.kernels.linear import HeadShape, Residual, Rotation, TileLinear, linear_tiles
+from genbatch.nif.kernels.packed_linear import num_splits, packed_linear, packed_tile
 from genbatch.nif.kernels.packed_weight import GROUP, KINDS, from_groups, pack, unpack, unpacked
 from tests.nif.kernels import reference
 
@@ -158,3 +159,31 @@ def test_weights_that_are_unpacked_for_the_library_are_the_twins(device: Any, ki
     weight = pack(random(5, inputs, seed=1, device=device), None, kind)
     assert unpacked(weight, torch.float32).equal(unpack(weight))
     assert unpacked(weight, torch.float16).equal(unpack(weight).half()) or kind == "none"
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.sampled_from(("int8", "fp8", "int4")),
+    dtypes,
+    st.sampled_from([1, 16, 17, 40, 70, 130]),
+    st.sampled_from([(70, 192), (130, 520), (64, 1100)]),
+    st.booleans(),
+    st.integers(0, 2**16),
+)
+def test_products_of_packed_weights_and_many_rows_equal_their_twin(
+    device: Any, kind: str, dtype: torch.dtype, rows: int, shape: tuple[int, int], biased: bool, seed: int
+) -> None:
+    """Few outputs make splits of the inputs, the last of which may have none."""
+    outputs, inputs = shape
+    bias = random(outputs, seed=seed + 2, device=device, dtype=dtype) if biased else None
+    weight = pack(random(outputs, inputs, seed=seed + 1, device=device, dtype=dtype) / inputs**0.5, bias, kind)
+    x = random(rows, 2 * inputs, seed=seed, device=device, dtype=dtype)[:, :inputs]  # rows lie further apart
+    expected = x.float() @ unpack(weight).T + (0.0 if bias is None else bias.float())
+    for num_processors in (1, 132):
+        assert_close(packed_linear(x, weight, num_processors, 228 * 1024), expected)
+
+
+@pytest.mark.parametrize(("rows", "outputs", "splits"), [(64, 4096, 4), (64, 28672, 1), (128, 4096, 4), (1, 64, 8)])
+def test_few_programs_split_the_inputs(rows: int, outputs: int, splits: int) -> None:
+    tile = packed_tile(rows, 4, 228 * 1024)
+    assert num_splits(-(-outputs // tile.outputs) * -(-rows // tile.rows), tile, 132) == splits
