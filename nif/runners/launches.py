@@ -163,7 +163,6 @@ def _view(buffer: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor
 
 log = logging.getLogger("genbatch")
 
-_MOST_TIMED_ROWS = 128  # with more, the library's products are faster
 _TIMED_REPLAYS = 5
 _WARM_UP_RUNS = 2  # kernels compile and libraries allocate workspaces before anything is captured
 
@@ -319,7 +318,7 @@ class DecodeGraphs:
     """Runs decode steps through captured graphs.
 
     A step computes matrix products with our kernels or with the library's; see `lean_llama`. At the start both kinds
-    are captured and timed for every number of rows up to 128, and the faster graph is kept.
+    are captured and timed for every number of rows with which either may be faster, and the faster graph is kept.
 
     Args:
         options: sizes and limits.
@@ -327,7 +326,7 @@ class DecodeGraphs:
             `drawn`.
         drawn: [max_batch_size or more] int64 on the device.
         place: where graphs are captured.
-        products: the kinds of products that `decode` can compute with.
+        products: returns the kinds of products that a step of so many rows can have.
         lora: the adapters. Steps with adapters have separate graphs. Such a graph is captured at its first use, and
             again after the adapters' tables were replaced.
     """
@@ -338,7 +337,7 @@ class DecodeGraphs:
         decode: Callable[..., torch.Tensor],
         drawn: torch.Tensor,
         place: "CapturePlace",
-        products: Sequence[Products] = (),
+        products: Callable[[int], Sequence[Products]] = lambda _: (),
         lora: DeviceLora | None = None,
     ) -> None:
         self._options = options
@@ -402,8 +401,9 @@ class DecodeGraphs:
         sample = empty_step(key, len(self._limits.num_blocks), self._limits.block_size)
         # The capture's warm-up runs overwrite `drawn`, and a step under way may have left its tokens there.
         drawn = self._drawn.clone()
-        if key.num_tokens <= _MOST_TIMED_ROWS and len(self._products) > 1 and key.num_tokens not in self._faster:
-            graph, self._faster[key.num_tokens] = self._fastest(sample)
+        choices = self._products(key.num_tokens)
+        if len(choices) > 1 and key.num_tokens not in self._faster:
+            graph, self._faster[key.num_tokens] = self._fastest(sample, choices)
         else:  # Time nothing: a longer size of the same number of rows is captured while a request waits.
             products = self._faster.get(key.num_tokens)
             graph = CapturedStep(sample, partial(self._decode, products=products), self._place)
@@ -418,9 +418,9 @@ class DecodeGraphs:
         self._drawn.copy_(drawn)
         return graph
 
-    def _fastest(self, sample: DecodeStep) -> tuple[Replayable, Products]:
+    def _fastest(self, sample: DecodeStep, choices: Sequence[Products]) -> tuple[Replayable, Products]:
         captured: list[tuple[Replayable, Products]] = []
-        for products in self._products:
+        for products in choices:
             decode = partial(self._decode, products=products)
             captured.append((CapturedStep(sample, decode, self._place), products))
         return min(captured, key=lambda entry: entry[0].seconds())

@@ -40,6 +40,8 @@ _MAX_OWN_ROWS = 64
 """Most rows for which a step takes our own products without a measurement."""
 _MAX_OWN_PACKED_ROWS = 16
 """The same with packed weights, which our own products unpack again for each 16 rows."""
+_MAX_TIMED_ROWS = 128
+"""Most rows with which our own products of whole weights may be faster than the library's."""
 Products: TypeAlias = Literal["own", "library"]
 
 
@@ -136,10 +138,12 @@ class LeanLlama:
             self._by_library(step, plans, out)
         return out
 
-    @property
-    def products(self) -> tuple[Products, ...]:
-        """Return the kinds of products that a step may take."""
-        return ("own",) if self._setting.in_order else ("own", "library")
+    def products(self, num_rows: int) -> tuple[Products, ...]:
+        """Return the kinds of products that may be the fastest for a step of so many rows."""
+        if self._setting.in_order:
+            return ("own",)
+        most = _MAX_OWN_PACKED_ROWS if self._bits else _MAX_TIMED_ROWS
+        return ("own", "library") if num_rows <= most else ("library",)
 
     @property
     def unpacked_bytes(self) -> int:

@@ -202,6 +202,7 @@ class TritonRunner:
         if device.type == "cuda":
             self._warm_up()
         if self._graph_options is not None:
+            assert self._lean is not None, "only the lean tier can be captured"
             rows = most_logit_rows(self._graph_options.max_prompt_tokens, captured_rows)
             self._logits = torch.empty((rows, self.vocab_size), dtype=torch.float32, device=device)
             place = CapturePlace.on(device, input_size(self._graph_options, self._limits), self._upload, self._limits)
@@ -210,7 +211,7 @@ class TritonRunner:
                 self._decode,
                 self._drawn,
                 place,
-                () if self._lean is None else self._lean.products,
+                self._lean.products,
                 self._lora if isinstance(self._lora, DeviceLora) else None,
             )
             self._graphs.warm_up()

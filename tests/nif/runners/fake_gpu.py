@@ -45,6 +45,8 @@ _WRITTEN = {
     "_decode_attention_kernel": {"out_ptr", "partial_ptr", "stats_ptr"},
     "_join_shares_kernel": {"out_ptr"},
     "_unpack_kernel": {"out_ptr"},
+    "_packed_linear_kernel": {"out_ptr"},
+    "_join_splits_kernel": {"out_ptr"},
     "_rope_cache_kernel": {"query_ptr", "key_ptr", "value_ptr"},
     "_write_kv_kernel": {"key_cache_ptr", "value_cache_ptr"},
     "_add_rms_norm_kernel": {"out_ptr", "residual_ptr"},

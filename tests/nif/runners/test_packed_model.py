@@ -13,6 +13,7 @@ import triton
 from genbatch.nif.context import Context
 from genbatch.nif.cuda_device import CPU
 from genbatch.nif.errors import OptionError
+from genbatch.nif.kernels.packed_linear import packed_linear
 from genbatch.nif.kernels.packed_weight import PackedWeight, unpack, unpacked
 from genbatch.nif.models.model import load_model
 from genbatch.nif.runners import lean_llama
@@ -60,7 +61,7 @@ def test_a_long_prompt_of_a_packed_model_has_the_librarys_products_and_the_same_
     tiny_model_dir: Callable[[str], Path], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = pack_model(load_model(str(tiny_model_dir("qwen3")), dtype="float32", n_gpu_layers=0), kind, CPU)
-    monkeypatch.setattr(lean_llama, "_MAX_OWN_ROWS", 4)
+    monkeypatch.setattr(lean_llama, "_MAX_OWN_PACKED_ROWS", 4)
     prompt = [3 + 7 * index for index in range(6)]
     logits, launched, budget = {}, {}, {}
     for in_order in (False, True):
@@ -82,6 +83,30 @@ def test_a_long_prompt_of_a_packed_model_has_the_librarys_products_and_the_same_
     assert budget[False] == budget[True], "the pool leaves room for the largest weight"
     assert launched == {False: 4 * len(model.layers), True: 0}
     torch.testing.assert_close(*map(torch.as_tensor, logits.values()), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_some_tens_of_rows_are_multiplied_with_packed_weights_and_more_with_unpacked_ones(
+    tiny_model_dir: Callable[[str], Path], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = pack_model(load_model(str(tiny_model_dir("qwen3")), dtype="float16", n_gpu_layers=0), kind, CPU)
+    monkeypatch.setattr(lean_llama, "_MAX_OWN_PACKED_ROWS", 4)
+    prompt = [3 + 7 * index for index in range(6)]
+    logits, rows = {}, []
+
+    def noted(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        rows.append(len(x))
+        return packed_linear(x, *arguments)
+
+    monkeypatch.setattr(lean_llama, "packed_linear", noted)
+    for most_rows in (256, 5):
+        monkeypatch.setattr(lean_llama, "MOST_ROWS", most_rows)
+        runner = TritonRunner(model, precision=Precision(kind))
+        context = Context(model, runner, n_ctx=16, n_parallel=1, block_size=16)
+        logits[most_rows] = context.prefill(prompt, 0, 0)
+        context.close()
+    assert rows == [len(prompt)] * 4 * len(model.layers)
+    torch.testing.assert_close(*map(torch.as_tensor, logits.values()), rtol=2e-2, atol=2e-2)
 
 
 def test_a_model_of_another_family_is_not_packed(tiny_model_dir: Callable[[str], Path]) -> None:
