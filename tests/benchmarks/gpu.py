@@ -243,20 +243,16 @@ def groups_of(part: str, results: Path, *, dry_run: bool) -> list[Group]:
         def attention(shape: str) -> list[str]:
             return [f"attention of {shape}, B={count}" for count in ((1, 2) if dry_run else (1, 16, 64, 256))]
 
+        formats = ("int4", "int8", "float8 cache", "int4 and float8 cache")
         return [
-            tested("adapters' graphs, rows that leave, prompts that open runs", "tests/nif/test_gpu.py",
-                   "-k", "with_adapters or that_leave or changes_no_text"),
-            tested("input tokens", "tests/nif/kernels/test_kernel_elementwise.py", "-k", "next_tokens or go_on"),
-            tested("a cache in FP8", "tests/nif/test_gpu.py", "tests/nif/kernels", "-k", "fp8"),
-            measured("decode-8b", only=[f"decode {kind}B={count}" for kind, count in
-                                        (("int4 ", rows), ("int8 ", rows), ("float8 cache ", rows),
-                                         ("float8 cache ", most), ("", most))]),
-            measured("decode-0.6b", only=["W1"]),
+            tested("packed weights and FP8 caches", "tests/nif/test_gpu.py", "tests/nif/kernels",
+                   "-k", "packed_weights or fp8"),
+            measured("decode-8b", case_s=240.0, only=[f"decode {kind} B={count}" for kind in formats
+                                                      for count in (rows, most)]),
+            measured("service", 400.0),
             measured("decode-0.6b-peers", only=attention("qwen3-0.6b")),
             measured("decode-8b-peers", only=attention("llama-3.1-8b")),
             measured("decode-0.6b-peers", only=["generate, B=1", f"generate, B={rows}", "W1 generate_batch"]),
-            *checked("racecheck"),
-            *checked("memcheck"),
         ]  # fmt: skip
     if part == "races":
         held_up = tested("steps held up", "tests/nif/test_gpu.py", "-k", "held_up")

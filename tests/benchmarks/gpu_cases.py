@@ -89,6 +89,8 @@ class Bench:
                 yield f"decode {quantize} B={batch_size}", partial(self.other_decode, batch_size, weights=quantize)
             for batch_size in self.plan.batches[2:]:
                 yield f"decode float8 cache B={batch_size}", partial(self.other_decode, batch_size, cache="float8")
+                name = f"decode int4 and float8 cache B={batch_size}"
+                yield name, partial(self.other_decode, batch_size, weights="int4", cache="float8")
         if self.part == "decode-0.6b":
             for length in self.plan.prompts:
                 yield f"TTFT, {length} prompt tokens", partial(self.first_token, length)
@@ -150,7 +152,7 @@ class Bench:
     def other_decode(self, batch_size: int, **formats: str) -> None:
         context = begin_decodes(self.model, self.plan, batch_size, **formats)
         rate, host = overlapped_decode_rate(context, self.plan, batch_size)
-        [form] = (f"{value} cache" if name == "cache" else value for name, value in formats.items())
+        form = " and ".join(f"{value} cache" if name == "cache" else value for name, value in formats.items())
         case = f"decode {form} B={batch_size} context {self.plan.context}, steps overlapped"
         report("figure", case, figure=f"{rate:,.0f} tok/s", note=f"the host works {host * 1e6:.0f} us a step")
         context.close()
