@@ -81,7 +81,7 @@ ENGINE_GUARDS = (
         (
             "actors/engine/test_accepted_requests.py::test_a_deadline_that_passed_is_not_replayed_and_one_that_remains_is",
         ),
-        "an engine works for nobody",
+        "an engine works for a request without a caller",
     ),
     Mutation(
         "suspects one at a time",
@@ -115,13 +115,13 @@ ENGINE_GUARDS = (
         "poison",
         never,
         POISON,
-        "a client sends what kills engines again and again",
+        "a client kills one engine after another with one request",
     ),
     Mutation(
         "no gap in a stream",
         never,
         ("proto/test_rpc.py::test_a_service_that_breaks_the_protocol_is_found_out",),
-        "a text lacks a piece and nobody knows",
+        "a text lacks a piece, and no error shows it",
     ),
     Mutation(
         "one final",
@@ -145,13 +145,13 @@ ENGINE_GUARDS = (
         "deadline without an engine",
         dropped,
         ("actors/engine/test_remote_batcher.py::test_a_deadline_is_kept_while_there_is_no_engine",),
-        "a caller waits longer than it said",
+        "a caller waits longer than its deadline",
     ),
     Mutation(
         "callers that leave, at the link",
         dropped,
         ("actors/engine/test_remote_batcher.py::test_a_caller_that_leaves_cancels_its_request_over_there",),
-        "the engine works for nobody",
+        "the engine works for a request without a caller",
     ),
     Mutation(
         "draining takes nothing new, at the link",
@@ -163,7 +163,7 @@ ENGINE_GUARDS = (
         "a step that failed is undone",
         call_becomes("rollback", "{of}.commit()"),
         ("nif/test_context.py::test_a_forward_that_fails_leaves_no_trace",),
-        "what was never computed counts as the past",
+        "positions that were never computed count as evaluated",
     ),
     Mutation(
         "bisection of a step",
@@ -199,7 +199,7 @@ ENGINE_GUARDS = (
         "a sampler's fault fails its row alone",
         replaced_by("raise"),
         ("actors/batcher/test_step_faults.py::test_a_sampler_that_raises_fails_its_own_request",),
-        "one bad row costs all others their token",
+        "one bad row takes the tokens of all other rows",
     ),
     Mutation(
         "a sampler's fault fails its row alone, in an overlapped step too",
@@ -220,13 +220,13 @@ ENGINE_GUARDS = (
         "the step under way is undone",
         dropped,
         ("nif/test_overlapped_run.py::test_a_run_that_is_closed_undoes_the_step_under_way",),
-        "blocks of a step that nobody will read are lost",
+        "blocks of a step that is never read are lost",
     ),
     Mutation(
         "final tokens at the commit",
         only_then,
         ("nif/test_overlapped_run.py::test_what_a_run_generated_is_found_again_by_content",),
-        "somebody's prompt is taken for another text",
+        "a prompt is taken for another text",
     ),
     Mutation(
         "a failed device ends the engine",

@@ -30,7 +30,7 @@ MEMORY_GUARDS = (
         "reference count at release",
         always,
         ("nif/kv/test_block_pool.py::test_a_block_returns_when_its_last_holder_releases_it", MACHINE),
-        "a block is given away that somebody reads",
+        "a block is reused while a sequence reads it",
     ),
     Mutation(
         "blocks come back",
@@ -42,7 +42,7 @@ MEMORY_GUARDS = (
         "copy on write",
         value_becomes("None"),
         COPY,
-        "a sequence writes over what another reads",
+        "a sequence overwrites a block that another one reads",
     ),
     Mutation(
         "copies share",
@@ -79,13 +79,13 @@ MEMORY_GUARDS = (
         "tenant in the hash",
         only_left,
         ("nif/kv/test_kv_cache.py::test_h11_tenants_do_not_find_each_others_blocks",),
-        "the time to a first token tells what others asked",
+        "the time to a first token reveals other tenants' prompts",
     ),
     Mutation(
         "tenant in the key",
         argument_becomes("prefix_key", 0, '""'),
         ("actors/batcher/test_batcher.py::test_tenants_do_not_find_each_others_prompts",),
-        "the time to a first token tells what others asked",
+        "the time to a first token reveals other tenants' prompts",
     ),
     Mutation(
         "adapter in the key",

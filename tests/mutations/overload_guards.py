@@ -22,7 +22,7 @@ OVERLOAD_GUARDS = (
         "the prompt fits",
         never,
         BAD_REQUESTS,
-        "a prompt that can never run waits for ever",
+        "a prompt that can never run waits forever",
     ),
     Mutation(
         "the answer fits",
@@ -58,7 +58,7 @@ OVERLOAD_GUARDS = (
         "hopeless deadline",
         never,
         ("actors/batcher/test_admission.py::test_a_deadline_before_its_turn_is_refused_at_once",),
-        "work is begun for nobody",
+        "work begins that no caller waits for",
     ),
     Mutation(
         "default deadline",
@@ -66,7 +66,7 @@ OVERLOAD_GUARDS = (
         (
             "actors/batcher/test_overload.py::test_a_clients_request_without_a_deadline_waits_no_longer_than_the_default_one",
         ),
-        "a request without a deadline waits for ever",
+        "a request without a deadline waits forever",
     ),
     Mutation(
         "default deadline, once it has a slot",
@@ -135,19 +135,19 @@ OVERLOAD_GUARDS = (
             "actors/engine/test_remote_batcher.py::"
             "test_a_clients_request_waits_for_an_engine_no_longer_than_the_default_deadline",
         ),
-        "while there is no engine a request waits for ever",
+        "a request waits forever while there is no engine",
     ),
     Mutation(
         "deadline at each step",
         never,
         ("actors/batcher/test_batcher.py::test_a06_a_deadline_ends_a_request_with_what_it_has",),
-        "what is late goes on",
+        "a request continues after its deadline",
     ),
     Mutation(
         "deadline during a run",
         replaced_by("return False"),
         ("actors/batcher/test_run_ahead.py::test_a_deadline_ends_a_request_during_a_run",),
-        "what is late goes on for up to 64 steps",
+        "a request continues for up to 64 steps after its deadline",
     ),
     Mutation(
         "callers that leave",
@@ -156,7 +156,7 @@ OVERLOAD_GUARDS = (
             "actors/batcher/test_batcher.py::test_a06_a_cancelled_caller_frees_its_sequence_at_the_next_tick",
             "actors/batcher/test_batcher.py::test_a06_callers_that_leave_while_waiting_never_run",
         ),
-        "nobody's request keeps its slot",
+        "a request without a caller keeps its slot",
     ),
     Mutation(
         "draining takes nothing new",
@@ -168,7 +168,7 @@ OVERLOAD_GUARDS = (
         "clients take turns",
         always,
         ("actors/batcher/test_overload.py::test_a_client_with_one_request_does_not_wait_behind_anothers_four",),
-        "who asks most is served most",
+        "the client with most requests is served most",
     ),
     Mutation(
         "counter of a returning client",
@@ -180,7 +180,7 @@ OVERLOAD_GUARDS = (
         "tokens of a client at other replicas",
         dropped,
         ("actors/batcher/test_overload.py::test_what_a_client_had_of_a_fleets_other_replicas_counts_here",),
-        "who asks every replica has a share of each",
+        "a client that uses every replica gets a share of each",
     ),
     Mutation(
         "payer that a caller claims",
@@ -204,7 +204,7 @@ OVERLOAD_GUARDS = (
             "actors/scheduling/test_capacity.py::test_a_request_that_was_paused_twice_is_spared_while_there_is_another",
             "actors/scheduling/test_capacity.py::test_b17_the_request_that_has_run_longest_is_never_paused",
         ),
-        "requests pause one another for ever",
+        "requests pause one another forever",
     ),
     Mutation(
         "pauses of the client with most",
@@ -225,7 +225,7 @@ OVERLOAD_GUARDS = (
         "requests that never fit",
         never,
         ("actors/scheduling/test_capacity.py::test_s05_what_can_never_fit_is_reported_and_holds_nobody_back",),
-        "one that never fits holds everybody back",
+        "a request that never fits holds back all others",
     ),
     Mutation(
         "bodies of tiny chunks",

@@ -38,7 +38,7 @@ WIRE_GUARDS = (
         "cap on the deadline",
         argument_becomes("_check_range", 3, "MAX_COUNT"),
         CAPS,
-        "a request waits for ever",
+        "a request waits forever",
     ),
     Mutation(
         "cap on a grammar's size",
@@ -56,7 +56,7 @@ WIRE_GUARDS = (
         "cap on nesting",
         never,
         EDGES,
-        "who walks over a message runs out of stack",
+        "a walk over a message runs out of stack",
     ),
     Mutation(
         "cap on containers",
@@ -106,13 +106,13 @@ WIRE_GUARDS = (
         "size of one remembered conversation",
         never,
         (f"{DOORS}::test_the_oldest_conversations_give_way_by_number_and_by_size",),
-        "one long conversation pushes out everybody's",
+        "one long conversation evicts all other clients' conversations",
     ),
     Mutation(
         "owner of a remembered conversation",
         value_becomes("next((each for (_, name), each in self._known.items() if name == response_id), None)"),
         (f"{DOORS}::test_the_oldest_conversations_give_way_by_number_and_by_size",),
-        "who guesses an id reads somebody else's conversation",
+        "a client that guesses an id reads another client's conversation",
     ),
     Mutation(
         "cap on tools",
@@ -136,7 +136,7 @@ WIRE_GUARDS = (
         "a client that leaves its stream, HTTP",
         dropped,
         (f"{DOORS}::test_a_client_that_leaves_ends_its_request",),
-        "a response that nobody reads keeps its slot and its KV",
+        "a response without a reader keeps its slot and its KV",
     ),
     Mutation(
         "msgid in use",
@@ -160,13 +160,13 @@ WIRE_GUARDS = (
         "stalled stream",
         never,
         ("actors/gateways/test_rpc_gateway.py::test_a_stream_without_credit_for_long_is_cancelled_alone",),
-        "who stops reading keeps its slot",
+        "a client that stops reading keeps its slot",
     ),
     Mutation(
         "tokens that wait for credit",
         never,
         ("actors/gateways/test_rpc_gateway.py::test_the_tokens_that_wait_for_credit_are_bounded",),
-        "memory grows with what nobody reads",
+        "memory grows with unread tokens",
     ),
     Mutation(
         "bound of the outbox",
@@ -177,7 +177,7 @@ WIRE_GUARDS = (
             "actors/gateways/test_zeromq_gateway.py::"
             "test_a_client_that_does_not_read_loses_its_calls_and_others_do_not_notice",
         ),
-        "memory grows with what nobody reads",
+        "memory grows with unread tokens",
     ),
     Mutation(
         "lease, ZeroMQ",
@@ -201,7 +201,7 @@ WIRE_GUARDS = (
             "actors/gateways/test_zeromq_flood.py::test_who_sends_too_much_at_once_is_cut_off_alone",
             "actors/gateways/test_zeromq_gateway.py::test_a_client_that_only_writes_cannot_fill_the_memory",
         ),
-        "one client's messages keep the others' waiting",
+        "one client's messages delay all other clients' messages",
     ),
     Mutation(
         "message without an end",
