@@ -198,7 +198,7 @@ ENGINE_GUARDS = (
     Mutation(
         "a sampler's fault fails its row alone",
         replaced_by("raise"),
-        ("actors/batcher/test_step_faults.py::test_a_sampler_that_raises_fails_its_own_request",),
+        ("nif/sampling/test_sampler.py::test_a_sampler_that_raises_fails_its_row_alone",),
         "one bad row takes the tokens of all other rows",
     ),
     Mutation(
@@ -225,7 +225,7 @@ ENGINE_GUARDS = (
     Mutation(
         "final tokens at the commit",
         only_then,
-        ("nif/test_overlapped_run.py::test_what_a_run_generated_is_found_again_by_content",),
+        (CHECKED,),
         "a prompt is taken for another text",
     ),
     Mutation(

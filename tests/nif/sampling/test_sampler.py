@@ -267,6 +267,23 @@ def test_suppression_beats_bias() -> None:
     assert tokens(sample(torch.tensor([[0.0, -5.0]]), [one], [0])) == [1]
 
 
+def test_a_sampler_that_raises_fails_its_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rows keep their tokens: the step is not evaluated again."""
+    whole, logits = choice.sample, random_logits(3, 64).numpy()
+    states = [state(seed=1, temperature=1.0), state(temperature=1.0, top_k=7), state()]
+
+    def sample(logits: object, states: Sequence[SamplerState], *rest: object) -> object:
+        if any(state.params.top_k == 7 for state in states):
+            raise ZeroDivisionError("a bad state")
+        return whole(logits, states, *rest)  # type: ignore[arg-type]
+
+    good = whole(logits[[0, 2]], [states[0], states[2]], [5, 5])
+    monkeypatch.setattr(choice, "sample", sample)
+    first, bad, last = choice.choose(logits, None, states, [5, 5, 5])
+    assert [first, last] == good
+    assert isinstance(bad, SampleFault) and "a bad state" in bad.reason and not bad.by_request
+
+
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "top_p": 0.9}, {"logprobs": 2}])
 @pytest.mark.parametrize("poison", [[math.nan], [math.inf], [-math.inf] * 64])
 def test_a_row_without_usable_logits_fails_alone(params: dict[str, float], poison: list[float]) -> None:
