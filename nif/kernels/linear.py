@@ -394,11 +394,9 @@ def _packed_tiles(bits: int, num_rows: int, logits: LinearTile) -> LinearTiles:
     16 rows the unpacked weights take more registers than the GPU has.
     """
     rows = 1 if num_rows == 1 else 16
-    columns = 8 if num_rows == 1 else 16 if num_rows <= 16 else 32
-    added = LinearTile(rows, columns, 64, 4, 4, splits=4)
-    gated = LinearTile(rows, 16 if bits == 8 and num_rows == 1 else 32, 64, 4, 3, splits=4)
-    # Triton 3.9 spills registers with 8 outputs of one row.
-    heads = LinearTile(rows, 16 if rows == 1 else columns, 64, 4, 3, splits=4)
+    added = LinearTile(rows, 8 if rows == 1 else 16, 64, 4, 4, splits=4)
+    gated = LinearTile(rows, 16 if bits == 8 and rows == 1 else 32, 64, 4, 3, splits=4)
+    heads = LinearTile(rows, 16, 64, 4, 3, splits=4)  # Triton 3.9 spills registers with 8 outputs of one row
     return LinearTiles(heads, gated, added, logits)
 
 
