@@ -117,6 +117,7 @@ class PackedTile:
     bytes: int
     num_warps: int
     num_stages: int
+    registers: int | None = None  # limit for a thread; None lets the compiler choose
 
 
 def packed_tile(num_rows: int, bits: int, shared_memory: int) -> PackedTile:
@@ -128,7 +129,8 @@ def packed_tile(num_rows: int, bits: int, shared_memory: int) -> PackedTile:
     if num_rows <= 16:
         return PackedTile(16, 128, GROUP, 4, 4) if bits == 4 else PackedTile(16, 64, 128, 4, 4)
     if num_rows <= 32:
-        return PackedTile(32, 64, GROUP if bits == 4 else 128, 4, 4)
+        # Without a limit ptxas takes fewer registers than the GPU has, and spills some: with Triton 3.6 for 12.0.
+        return PackedTile(32, 64, GROUP, 4, 4, 168) if bits == 4 else PackedTile(32, 64, 128, 4, 4)
     if num_rows <= 64 or shared_memory < LARGE_SHARED_MEMORY:
         return PackedTile(64, 64, GROUP, 4, 4) if bits == 4 else PackedTile(64, 64, 128, 4, 3)
     return PackedTile(128, 128, GROUP if bits == 4 else 128, 8, 3)
@@ -181,8 +183,7 @@ def packed_linear(x: torch.Tensor, weight: PackedWeight, num_processors: int, sh
         NIBBLE_OFFSET=0 if x.device.type == "cpu" else NIBBLE_OFFSETS.get(x.dtype, 0),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        # By itself ptxas takes fewer registers than there are, and spills some: with Triton 3.6 for 12.0.
-        maxnreg=168 if weight.bits == 4 and tile.num_warps == 4 else None,
+        maxnreg=tile.registers,
     )
     if splits > 1:
         _join_splits_kernel[(num_rows, triton.cdiv(num_outputs, _JOINED_COLUMNS))](
