@@ -1,1 +1,1 @@
-"""The CPU kernels in C and the runner that calls them."""
+"""The CPU kernels in C, and the runner that calls them."""

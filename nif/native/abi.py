@@ -1,4 +1,4 @@
-"""Reads abi.h, where the interface between Python and C is written once, and makes it available to ctypes.
+"""Reads abi.h, the only definition of the interface between Python and C, and makes it available to ctypes.
 
     @c_struct("norm")
     class Norm(Structure): ...
@@ -35,8 +35,8 @@ class CHeader:
     Attributes:
         constants: the value of each `#define NAME number`.
         enums: the members of each enum, in order.
-        structs: the declarations of each struct's fields, as written.
-        functions: the result type and the parameters of each function, as written.
+        structs: the declarations of each struct's fields, as text.
+        functions: the result type and the parameters of each function, as text.
     """
 
     def __init__(self, text: str) -> None:
@@ -89,7 +89,7 @@ def _split(declaration: str) -> tuple[str, str]:
 
 
 def _type(base: str, stars: int) -> Any:
-    """Return the ctypes type of a C type; a pointer is a plain address, unless it leads to a struct with a class."""
+    """Return the ctypes type of a C type. A pointer is a plain address, unless it points to a struct with a class."""
     if stars:
         return POINTER(_structs[base]) if stars == 1 and base in _structs else c_void_p
     return _structs[base] if base in _structs else _VALUES[base]
@@ -101,10 +101,10 @@ _Struct = TypeVar("_Struct", bound=type[Structure])
 
 
 def c_struct(name: str) -> Callable[[_Struct], _Struct]:
-    """Give a ctypes class the fields of a struct of abi.h; structs within it must have their classes by then."""
+    """Give a ctypes class the fields of a struct of abi.h. Structs within it must have their classes already."""
 
     def with_fields(kind: _Struct) -> _Struct:
-        _structs[name] = kind  # a struct may point to another of its kind
+        _structs[name] = kind  # before the fields, because a struct may point to its own kind
         kind._fields_ = HEADER.fields(name)
         return kind
 

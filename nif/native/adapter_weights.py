@@ -1,7 +1,7 @@
 """AdapterWeights: an adapter's matrices in the layout of lora.c.
 
-The kernels merge queries, keys and values into one linear, and also gates and ups. The ranks of their adapters are
-stored one after another. Each half block of outputs names the ranks that it needs.
+The kernels merge queries, keys and values into one linear, and also gates and ups. The ranks of their adapters lie one
+after another. Each half block of outputs has the range of ranks that it needs.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ from genbatch.nif.native.library import COLUMNS, LORA_COLUMNS, LORA_PLACES, Lora
 from genbatch.nif.runner import LoraAdapter, LoraLinear
 
 _HALF = HEADER.dtype("lora_half")
-_NOWHERE = -1  # an output that pads
+_PADDING = -1  # the module and row of a padding output
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class _Outputs:
 
     Args:
         modules: the modules' names in transformers.
-        module: each output's index into `modules`; _NOWHERE for padding.
+        module: each output's index into `modules`; _PADDING for padding.
         row: each output's row in its module.
     """
 
@@ -48,7 +48,7 @@ class AdapterWeights:
     """One packed adapter; its memory lives as long as this object.
 
     Args:
-        library: the library that `native_library` returned.
+        library: the result of `native_library`.
         adapter: the adapter's matrices.
         architecture: the names and merges of the model's linears.
         config: the model's configuration.
@@ -75,7 +75,7 @@ class AdapterWeights:
         self.address = ctypes.addressof(self.structs)
 
     def _places(self, architecture: Architecture, config: Any, layer: int) -> list[_Outputs]:
-        """In the order of `enum lora_place`; a layer with experts has no gates, ups and downs that are adapted."""
+        """Return a layer's linears in the order of `enum lora_place`. Linears of experts are not adapted."""
         tensors = architecture.tensors
         start = tensors.layer.format(layer)
         qkv, gate_up = ([start + name for name in names] for names in (tensors.qkv, tensors.gate_up))
@@ -105,14 +105,14 @@ class AdapterWeights:
         return _Outputs(tuple(modules), module, np.concatenate([np.arange(size) for size in sizes]))
 
     def _some_rows(self, rows: Sequence[SomeRows]) -> _Outputs:
-        """Some rows of several modules, as `_Loader._rows_of`."""
+        """Return some rows of several modules, as `LayerLoader._rows_of` merges them."""
         modules = list(dict.fromkeys(some.name for some in rows))
         orders = [np.concatenate(some.parts or (range(self._sizes[some.name]),)) for some in rows]
         owners = [np.full(len(order), modules.index(some.name)) for some, order in zip(rows, orders, strict=True)]
         return _Outputs(tuple(modules), np.concatenate(owners), np.concatenate(orders))
 
     def _by_head(self, module: str, config: Any) -> _Outputs:
-        """One module that has, for each KV head, its queries, key and value; see `_Loader._qkv`."""
+        """Return the rows of one module that has queries, key and value of one KV head after another."""
         kv_heads = kv_heads_of(config)
         per_head = config.num_attention_heads // kv_heads
         rows = np.arange(self._sizes[module]).reshape(kv_heads, per_head + 2, head_dim_of(config))
@@ -120,23 +120,23 @@ class AdapterWeights:
         return _Outputs((module,), np.zeros(rows.size, np.int64), np.concatenate(order))
 
     def _interleaved(self, modules: Sequence[str]) -> _Outputs:
-        """Gates and ups in runs; the upper and the lower half where one module has both."""
+        """Return gates and ups in runs; one module with both has the gates in its upper half."""
         plain = self._in_order(modules)
         half = COLUMNS // 2
         parts = np.split(np.arange(len(plain.row)), 2)
-        runs = [np.pad(part, (0, -len(part) % half), constant_values=_NOWHERE).reshape(-1, half) for part in parts]
+        runs = [np.pad(part, (0, -len(part) % half), constant_values=_PADDING).reshape(-1, half) for part in parts]
         places = np.stack(runs, axis=1).reshape(-1)
-        pads = places == _NOWHERE
-        return _Outputs(plain.modules, np.where(pads, _NOWHERE, plain.module[places]), plain.row[places])
+        pads = places == _PADDING
+        return _Outputs(plain.modules, np.where(pads, _PADDING, plain.module[places]), plain.row[places])
 
     def _pack(self, outputs: _Outputs, linears: Sequence[LoraLinear | None]) -> Lora:
-        """The matrices of one linear of the kernels."""
+        """Pack the matrices for one linear of the kernels."""
         there = [linear for linear in linears if linear is not None]
         ranks = sum(linear.rank for linear in there)
         self.most_ranks = max(self.most_ranks, ranks)
         padded = -(-len(outputs.row) // LORA_COLUMNS) * LORA_COLUMNS
         whole = np.zeros((padded, ranks), np.float32)
-        uses = np.zeros((padded // LORA_COLUMNS, len(linears)), bool)  # which modules a half block has outputs of
+        uses = np.zeros((padded // LORA_COLUMNS, len(linears)), bool)  # whether a half block has outputs of a module
         firsts, ends, end = np.zeros(len(linears), np.int64), np.zeros(len(linears), np.int64), 0
         for index, linear in enumerate(linears):
             if linear is None:

@@ -1,9 +1,9 @@
-/* Alternating updates (AltUp) and LAuReL, as Gemma 3n has them.
+/* Alternating updates (AltUp) and LAuReL, as in Gemma 3n.
  *
- * The residual of a token is several streams. A layer predicts every stream as a sum of all, computes with the active stream
- * alone, and corrects every stream by the difference between the active one's prediction and its result. The coefficients of
- * both follow from a few routes, which a row gives by a norm, a small linear and tanh. The small linears are float32 in every
- * format of weights: each row multiplies them by itself. */
+ * The residual of a token has several streams. A layer predicts every stream as a weighted sum of all streams, computes with
+ * the active stream, and corrects every stream by the difference between the active stream's result and its prediction. The
+ * coefficients of both follow from a few routes: a norm, a small linear and tanh compute these from a row. The small linears
+ * are float32 in every format of weights, and each row is multiplied by them separately. */
 #include <math.h>
 #include <string.h>
 
@@ -55,7 +55,7 @@ static void predict(const model *m, const altup *a, float *streams, float *scrat
     }
 }
 
-/* Returns the streams of a row. A step may ask for a token's logits twice, so kept rows have their own. */
+/* Returns the streams of a row. Kept rows have separate streams, because a step may request a token's logits twice. */
 static float *streams_of(const engine *e, const stream *rows, int64_t row)
 {
     return (rows->index ? e->work.kept_streams : e->work.streams) + row * e->model->num_streams * e->model->hidden;

@@ -1,11 +1,13 @@
 /* Attention over the paged cache, by tiles of rows and chunks of keys. attention_float.c and attention_int8.c describe the
  * layout of a block's keys and values, and multiply them.
  *
- * A tile is up to MAX_ROWS (token, head) rows that share a KV head. A row reads its keys in chunks of CHUNK_KEYS, which begin
+ * A tile has up to MAX_ROWS (token, head) rows that share a KV head. A row reads its keys in chunks of CHUNK_KEYS, which begin
  * at fixed positions, and its sums have a fixed order. So tiles, chunked prefill and other sequences change no bit of a row's
- * result. A key that another row of the tile needs, and this row may not see, gets the weight 0, which leaves the sums
+ * result. If another row of the tile needs a key that this row may not see, the key gets the weight 0, which leaves the sums
  * unchanged. */
 #include "attention.h"
+
+static const key_format *format_of(const cache *c) { return c->kind == KV_I8 ? &int8_keys : &float_keys; }
 
 /* Returns the 16 keys from `first` of the table's `block`; only keys before `end` are used. */
 static void locate(const attention *a, const uint8_t *layer, const int32_t *table, int block, int first, int end,
@@ -20,33 +22,24 @@ static void locate(const attention *a, const uint8_t *layer, const int32_t *tabl
         out->count = 0;
         return;
     }
-    const uint8_t *head = layer + table[block] * c->block_stride;
-    if (c->kind == KV_I8)
-        int8_locate(a, head, first, out);
-    else
-        float_locate(a, head, first, out);
+    format_of(c)->locate(a, layer + table[block] * c->block_stride, first, out);
 }
 
-/* Prefetches a chunk's keys and values during the previous chunk, because decoding reads each once, from memory. */
+/* Prefetches a chunk's keys and values during the previous chunk, because decoding reads each of them once, from memory. */
 static void fetch(const attention *a, const key_tile *tiles)
 {
-    for (int t = 0; t < CHUNK_TILES; t++) {
-        if (!tiles[t].count) continue;
-        if (a->cache->kind == KV_I8)
-            int8_fetch(a, &tiles[t]);
-        else
-            float_fetch(a, &tiles[t]);
-    }
+    for (int t = 0; t < CHUNK_TILES; t++)
+        if (tiles[t].count) format_of(a->cache)->fetch(a, &tiles[t]);
 }
 
 /* The keys that some rows read: positions [0, end) of a table, without the tiles between the sinks and `first`. */
 typedef struct {
-    const uint8_t *layer; /* and KV head */
+    const uint8_t *layer; /* the pool of the layer, from the KV head on */
     const int32_t *table;
     int64_t sinks; /* tiles at the beginning */
     int64_t first;
     int end;
-    bool once; /* no other tile of rows reads them, so they are not in a cache yet */
+    bool once; /* whether no other tile of rows reads these keys, so that they are not in a CPU cache yet */
 } key_run;
 
 /* Finds the key tiles of a chunk. Tiles before the window have the count 0, because their blocks may be evicted. Several tiles
@@ -100,12 +93,7 @@ static void open_rows(const attention *a, int used, row_state *state)
     memset(state->outputs, 0, sizeof(float) * (size_t)(size * a->value_dim));
     state->sink_tokens = a->sink_tokens;
     state->used = used;
-    for (int r = used; r < size; r++) {
-        if (a->cache->kind == KV_I8)
-            int8_start(a, state, r, NULL);
-        else
-            float_start(a, state, r, NULL);
-    }
+    for (int r = used; r < size; r++) format_of(a->cache)->start(a, state, r, NULL);
 }
 
 static void start_row(const attention *a, int64_t token, int head, int last_key, row_state *state, int row)
@@ -113,24 +101,14 @@ static void start_row(const attention *a, int64_t token, int head, int last_key,
     const float *query = a->queries + (a->index ? a->index[token] : token) * a->query_stride + head * a->key_dim;
     state->last_key[row] = last_key;
     state->first_key[row] = first_key_of(a, last_key);
-    if (a->cache->kind == KV_I8)
-        int8_start(a, state, row, query);
-    else
-        float_start(a, state, row, query);
-    if (!a->sinks) return;
-    if (a->cache->kind == KV_I8)
-        int8_sink(state, row, a->sinks[head]);
-    else
-        float_sink(state, row, a->sinks[head]);
+    format_of(a->cache)->start(a, state, row, query);
+    if (a->sinks) format_of(a->cache)->sink(state, row, a->sinks[head]);
 }
 
 static void finish_row(const attention *a, const row_state *state, int row, int64_t token, int head)
 {
     float *out = a->out + token * a->num_heads * a->value_dim + head * a->value_dim;
-    if (a->cache->kind == KV_I8)
-        int8_finish(a, state, row, out);
-    else
-        float_finish(a, state, row, out);
+    format_of(a->cache)->finish(a, state, row, out);
 }
 
 /* Attends to the keys of the chunks [from, to). */
@@ -141,12 +119,9 @@ static void meet(const attention *a, const key_run *keys, int64_t from, int64_t 
     for (int turn = 0; from < to; turn ^= 1, from++) {
         if (from + 1 < to) {
             locate_chunk(a, keys, from + 1, tiles[turn ^ 1]);
-            if (keys->once) fetch(a, tiles[turn ^ 1]); /* else they are in L2 */
+            if (keys->once) fetch(a, tiles[turn ^ 1]); /* other keys are in L2 already */
         }
-        if (a->cache->kind == KV_I8)
-            int8_chunk(a, tiles[turn], state);
-        else
-            float_chunk(a, tiles[turn], state);
+        format_of(a->cache)->chunk(a, tiles[turn], state);
     }
 }
 
@@ -203,10 +178,7 @@ void attention_together(const attention *a, const attention_entry *entries, int 
             start_row(a, entries[i].first_token, first_head + r, entries[i].kv_len - 1, &own, r);
             memcpy(own.outputs + r * a->value_dim, common.outputs + (i * per_head + r) * a->value_dim,
                    sizeof(float) * (size_t)a->value_dim);
-            if (a->cache->kind == KV_I8)
-                int8_resume(&own, r, &common, i * per_head + r);
-            else
-                float_resume(&own, r, &common, i * per_head + r);
+            format_of(a->cache)->resume(&own, r, &common, i * per_head + r);
         }
         keys = run_of(a, kv_head, entries[i].table, 0, entries[i].kv_len, true);
         meet(a, &keys, chunks, chunk_of_position(a->cache, entries[i].kv_len - 1) + 1, &own);
@@ -228,8 +200,5 @@ void kv_write(const cache *c, const layer *l, int kv_head, int64_t slot, const f
 {
     int64_t block = slot / c->block_size, offset = slot % c->block_size;
     uint8_t *head = c->base + l->index_in_group * c->layer_stride + block * c->block_stride + kv_head * c->head_stride;
-    if (c->kind == KV_I8)
-        int8_write(c, l, head, offset, key, value);
-    else
-        float_write(c, l, head, offset, key, value);
+    format_of(c)->write(c, l, head, offset, key, value);
 }

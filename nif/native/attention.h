@@ -31,7 +31,7 @@ typedef struct {
     float scale[MAX_ROWS]; /* of the row's queries, times log2(e) */
     int32_t scores[MAX_ROWS * CHUNK_KEYS];
     uint8_t weights[MAX_ROWS * CHUNK_KEYS];
-    float totals[MAX_ROWS * VL], sums[MAX_ROWS * VL]; /* by lane: of all chunks so far, of one */
+    float totals[MAX_ROWS * VL], sums[MAX_ROWS * VL]; /* by lane: of all chunks so far, and of one chunk */
     float maximum[LANES], chunk_maximum[LANES], rescale[LANES], factor[LANES];
 } int8_rows;
 
@@ -39,7 +39,7 @@ typedef struct {
 typedef struct {
     float outputs[MAX_ROWS * MAX_HEAD_DIM];
     int first_key[MAX_ROWS], last_key[MAX_ROWS]; /* positions that the row sees */
-    int sink_tokens; /* the first positions, which it sees in addition */
+    int sink_tokens; /* the first positions, which the row sees in addition */
     int used; /* rows of the entry; other rows pad the tile and are dropped */
     union {
         float_rows as_float;
@@ -47,7 +47,7 @@ typedef struct {
     };
 } row_state;
 
-/* Only a few sizes are compiled: rows that pad a tile have zero queries. */
+/* Only a few sizes are compiled. Rows that pad a tile have zero queries. */
 ALWAYS_INLINE int padded_rows(int used)
 {
     return used <= 4 ? used : used <= 6 ? 6 : used <= 8 ? 8 : 12;
@@ -79,7 +79,7 @@ ALWAYS_INLINE int padded_rows(int used)
 #define TILES_AT_ONCE(R) (VL < 16 ? 1 : (R) <= 3 ? 4 : 2)
 #define VECTORS_AT_ONCE(R) (VL < 16 ? 1 : (R) <= 4 ? 4 : 2)
 
-/* Returns which of a tile's keys a row sees. */
+/* Returns a mask of a tile's keys that a row sees. */
 ALWAYS_INLINE vi seen_lanes(const row_state *s, int row, const key_tile *tile, int part)
 {
     vi within = vi_lanes() + part * VL;
@@ -97,24 +97,17 @@ ALWAYS_INLINE bool sees_all(const row_state *s, int row, const key_tile *tiles)
            s->last_key[row] >= tiles[CHUNK_TILES - 1].position + LANES - 1;
 }
 
-/* attention_float.c: keys and values in float32 or bfloat16 */
-void float_locate(const attention *, const uint8_t *head, int first, key_tile *out);
-void float_fetch(const attention *, const key_tile *);
-void float_start(const attention *, row_state *, int row, const float *query); /* NULL: a row that pads the tile */
-void float_sink(row_state *, int row, float score); /* of a row that has met no key */
-void float_resume(row_state *, int row, const row_state *from, int from_row);
-void float_chunk(const attention *, const key_tile *, row_state *);
-void float_finish(const attention *, const row_state *, int row, float *out);
-void float_write(const cache *, const layer *, uint8_t *head, int64_t offset, const float *key, const float *value);
-
-/* attention_int8.c: both in 8 bits */
-void int8_locate(const attention *, const uint8_t *head, int first, key_tile *out);
-void int8_fetch(const attention *, const key_tile *);
-void int8_start(const attention *, row_state *, int row, const float *query);
-void int8_sink(row_state *, int row, float score); /* of a row that has met no key */
-void int8_resume(row_state *, int row, const row_state *from, int from_row);
-void int8_chunk(const attention *, const key_tile *, row_state *);
-void int8_finish(const attention *, const row_state *, int row, float *out);
-void int8_write(const cache *, const layer *, uint8_t *head, int64_t offset, const float *key, const float *value);
+/* The functions of a format of keys and values. attention_float.c has float32 and bfloat16, attention_int8.c has 8 bits. */
+typedef struct {
+    void (*locate)(const attention *, const uint8_t *head, int first, key_tile *out);
+    void (*fetch)(const attention *, const key_tile *); /* prefetches a tile */
+    void (*start)(const attention *, row_state *, int row, const float *query); /* query: NULL for a row that pads the tile */
+    void (*sink)(row_state *, int row, float score); /* for a row that has read no key yet */
+    void (*resume)(row_state *, int row, const row_state *from, int from_row);
+    void (*chunk)(const attention *, const key_tile *, row_state *);
+    void (*finish)(const attention *, const row_state *, int row, float *out);
+    void (*write)(const cache *, const layer *, uint8_t *head, int64_t offset, const float *key, const float *value);
+} key_format;
+extern const key_format float_keys, int8_keys;
 
 #endif

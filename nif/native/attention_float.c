@@ -1,14 +1,14 @@
-/* Attention over keys and values in bfloat16 or float32; the products are made in float.
+/* Attention over keys and values in bfloat16 or float32, with products in float.
  *
- * A block holds, per layer and KV head, the keys transposed and then the values. With bfloat16:
- *     keys   [key_dim / 2][padded_keys][2]   16 keys' scores come at once, two dimensions a load
- *     values [block_size / 2][value_dim][2]    16 dimensions of two keys a load
- * and with float: keys [key_dim][padded_keys], values [block_size][value_dim]. (VDPBF16PS multiplies no faster than
- * two FMAs here and would round the weights of the softmax.) Each score is a sum over ascending dimensions and each
- * output a sum over ascending keys. */
+ * For each layer and KV head, a block has the keys, transposed, and then the values. In bfloat16:
+ *     keys   [key_dim / 2][padded_keys][2]    a load has two dimensions of 16 keys, whose scores are computed together
+ *     values [block_size / 2][value_dim][2]   a load has 16 dimensions of two keys
+ * In float: keys [key_dim][padded_keys], values [block_size][value_dim]. VDPBF16PS is not used: it multiplies no faster than
+ * two FMAs here, and would round the weights of the softmax. A score is a sum over ascending dimensions, and an output is a sum
+ * over ascending keys. */
 #include "attention.h"
 
-void float_locate(const attention *a, const uint8_t *head, int first, key_tile *out)
+static void float_locate(const attention *a, const uint8_t *head, int first, key_tile *out)
 {
     const cache *c = a->cache;
     const int64_t size = c->kind == KV_F32 ? 4 : 2;
@@ -16,7 +16,7 @@ void float_locate(const attention *a, const uint8_t *head, int first, key_tile *
     out->values = head + c->values_offset + first * a->value_dim * size;
 }
 
-void float_fetch(const attention *a, const key_tile *tile)
+static void float_fetch(const attention *a, const key_tile *tile)
 {
     const cache *c = a->cache;
     const int64_t pitch = (int64_t)c->padded_keys * 4, bytes = (int64_t)a->value_dim * (c->kind == KV_F32 ? 4 : 2);
@@ -25,7 +25,7 @@ void float_fetch(const attention *a, const key_tile *tile)
     for (int64_t i = 0; i < tile->count * bytes; i += 64) __builtin_prefetch(tile->values + i);
 }
 
-void float_start(const attention *a, row_state *state, int row, const float *query)
+static void float_start(const attention *a, row_state *state, int row, const float *query)
 {
     const int size = padded_rows(state->used);
     float_rows *s = &state->as_float;
@@ -35,13 +35,13 @@ void float_start(const attention *a, row_state *state, int row, const float *que
     s->rescale[row] = 1.0f;
 }
 
-void float_sink(row_state *state, int row, float score)
+static void float_sink(row_state *state, int row, float score)
 {
     state->as_float.maximum[row] = score;
     state->as_float.total[row] = 1.0f;
 }
 
-void float_resume(row_state *state, int row, const row_state *from, int from_row)
+static void float_resume(row_state *state, int row, const row_state *from, int from_row)
 {
     state->as_float.maximum[row] = from->as_float.maximum[from_row];
     state->as_float.total[row] = from->as_float.total[from_row];
@@ -52,7 +52,7 @@ ALWAYS_INLINE void score(const int R, const int T, const bool bf16, const attent
                          const float *queries, float *scores)
 {
     const int D = a->key_dim;
-    const int64_t pitch = (int64_t)a->cache->padded_keys * 4; /* bytes a dimension, or a pair of them */
+    const int64_t pitch = (int64_t)a->cache->padded_keys * 4; /* bytes of a dimension, or of a pair of dimensions */
     vf s[MAX_ROWS][4 * PARTS];
     UNROLL for (int r = 0; r < R; r++) UNROLL for (int t = 0; t < T * PARTS; t++) s[r][t] = (vf){0};
     for (int d = 0, line = 0; d < D; d += bf16 ? 2 : 1, line++) {
@@ -79,7 +79,7 @@ ALWAYS_INLINE void cap_scores(float *scores, float cap)
     for (int i = 0; i < CHUNK_KEYS; i += VL) vf_store(scores + i, vf_cap(vf_load(scores + i), cap));
 }
 
-/* Turns a chunk's scores into weights relative to the row's maximum so far; `whole`: the row sees all its keys. */
+/* Turns a chunk's scores into weights relative to the row's maximum so far. `whole`: the row sees all keys of the chunk. */
 ALWAYS_INLINE void weigh(row_state *state, int row, const key_tile *tiles, const bool whole)
 {
     float_rows *s = &state->as_float;
@@ -127,7 +127,7 @@ ALWAYS_INLINE void mix(const int R, const int C, const bool bf16, const attentio
                 vf w = vf_set1(weights[r * CHUNK_KEYS + j]);
                 UNROLL for (int c = 0; c < C * PARTS; c++) o[r][c] = vf_fma(w, even[c], o[r][c]);
             }
-            if (bf16 && j + 1 < tiles[t].count) { /* memory after the last key may hold any bits */
+            if (bf16 && j + 1 < tiles[t].count) { /* memory after the last key may have any bits */
                 UNROLL for (int r = 0; r < R; r++) {
                     vf w = vf_set1(weights[r * CHUNK_KEYS + j + 1]);
                     UNROLL for (int c = 0; c < C * PARTS; c++) o[r][c] = vf_fma(w, odd[c], o[r][c]);
@@ -156,7 +156,7 @@ ALWAYS_INLINE void chunk(const int R, const bool bf16, const attention *a, const
     for (; d < a->value_dim; d += LANES) mix(R, 1, bf16, a, tiles, state, d);
 }
 
-void float_chunk(const attention *a, const key_tile *tiles, row_state *state)
+static void float_chunk(const attention *a, const key_tile *tiles, row_state *state)
 {
     const bool bf16 = a->cache->kind == KV_BF16;
 #define CALL(R) (bf16 ? chunk(R, true, a, tiles, state) : chunk(R, false, a, tiles, state))
@@ -164,13 +164,14 @@ void float_chunk(const attention *a, const key_tile *tiles, row_state *state)
 #undef CALL
 }
 
-void float_finish(const attention *a, const row_state *state, int row, float *out)
+static void float_finish(const attention *a, const row_state *state, int row, float *out)
 {
     const float *sums = state->outputs + row * a->value_dim;
     for (int d = 0; d < a->value_dim; d++) out[d] = sums[d] / state->as_float.total[row];
 }
 
-void float_write(const cache *c, const layer *l, uint8_t *head, int64_t offset, const float *key, const float *value)
+static void float_write(const cache *c, const layer *l, uint8_t *head, int64_t offset, const float *key,
+                        const float *value)
 {
     const int K = l->key_dim, V = l->value_dim;
     if (c->kind == KV_F32) {
@@ -187,3 +188,6 @@ void float_write(const cache *c, const layer *l, uint8_t *head, int64_t offset, 
         for (int d = 0; d < V; d++) values[2 * d] = narrow[d];
     }
 }
+
+const key_format float_keys = {float_locate, float_fetch, float_start,  float_sink,
+                               float_resume, float_chunk, float_finish, float_write};

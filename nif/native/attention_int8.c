@@ -1,24 +1,23 @@
-/* Attention over keys and values in 8 bits: the sums over dimensions and over a chunk's keys are integers.
+/* Attention over keys and values in 8 bits. The sums over dimensions and over a chunk's keys are integers.
  *
- * A block holds, per layer and KV head,
- *     keys    [key_dim / 4][padded_keys][4]   value + 128: 16 keys' scores come at once, four dimensions a load
- *     factors [3][padded_keys]                 float: the key's scale, log2 of the value's scale, its inverse
- *     values  [block_size / 4][value_dim][4]    16 dimensions of four keys a load
- * with a scale per token and KV head. The queries of a row take 8 bits by their own largest.
+ * For each layer and KV head, a block has
+ *     keys    [key_dim / 4][padded_keys][4]    element + 128; a load has four dimensions of 16 keys
+ *     factors [3][padded_keys]                 floats: the key's scale, log2 of the value's scale, the inverse of that scale
+ *     values  [block_size / 4][value_dim][4]   a load has 16 dimensions of four keys
+ * Each token has a scale for each KV head. The queries of a row are rounded to 8 bits relative to their largest element.
  *
- * The weight of key j would be exp(s_j), times the scale v_j of its value: that is 2^(s_j log2 e + log2 v_j), so the
- * largest over a chunk of its exponents gives a scale in which the row's 64 weights take 8 bits. A chunk is then
- * one integer sum a dimension, added to the float outputs with one product; the softmax's total takes w_j / v_j, in
- * float. */
+ * The weight of key j, times the scale v_j of its value, is exp(s_j) v_j = 2^(s_j log2 e + log2 v_j). The largest of a chunk's
+ * exponents gives a scale at which the row's 64 weights fit 8 bits. So a chunk needs one integer sum for each dimension, and
+ * one product to add this sum to the float outputs. The softmax's total adds w_j / v_j in float. */
 #include <math.h>
 
 #include "attention.h"
 
 #define LOG2_E 1.44269504f
 #define LOG2_LARGEST 7.9943534f /* log2(255) */
-#define SMALLEST 1e-20f /* the least scale of a value; smaller values count as zero */
+#define SMALLEST 1e-20f /* the least scale; smaller numbers count as zero */
 
-void int8_locate(const attention *a, const uint8_t *head, int first, key_tile *out)
+static void int8_locate(const attention *a, const uint8_t *head, int first, key_tile *out)
 {
     const cache *c = a->cache;
     out->keys = head + 4 * first;
@@ -26,7 +25,7 @@ void int8_locate(const attention *a, const uint8_t *head, int first, key_tile *o
     out->values = head + c->values_offset + first * a->value_dim;
 }
 
-void int8_fetch(const attention *a, const key_tile *tile)
+static void int8_fetch(const attention *a, const key_tile *tile)
 {
     const cache *c = a->cache;
     const int64_t pitch = (int64_t)c->padded_keys * 4;
@@ -35,7 +34,7 @@ void int8_fetch(const attention *a, const key_tile *tile)
     for (int64_t i = 0; i < tile->count * a->value_dim; i += 64) __builtin_prefetch(tile->values + i);
 }
 
-/* Writes x in 8 bits and returns the scale, a 127th of the largest magnitude. */
+/* Writes x in 8 bits, and returns the scale: a 127th of the largest magnitude. */
 ALWAYS_INLINE float quantize(const float *x, int size, float smallest, int8_t *out)
 {
     vf largest = {0};
@@ -47,7 +46,7 @@ ALWAYS_INLINE float quantize(const float *x, int size, float smallest, int8_t *o
     return scale;
 }
 
-void int8_start(const attention *a, row_state *state, int row, const float *query)
+static void int8_start(const attention *a, row_state *state, int row, const float *query)
 {
     const int size = padded_rows(state->used);
     int8_rows *s = &state->as_int8;
@@ -61,15 +60,15 @@ void int8_start(const attention *a, row_state *state, int row, const float *quer
     vf_store(s->totals + row * VL, (vf){0});
 }
 
-/* A key whose value has the scale 1 and adds nothing. */
-void int8_sink(row_state *state, int row, float score)
+/* Adds a sink as a key with a zero value of the scale 1. */
+static void int8_sink(row_state *state, int row, float score)
 {
     float total[VL] = {255.0f};
     state->as_int8.maximum[row] = score * LOG2_E;
     memcpy(state->as_int8.totals + row * VL, total, sizeof(total));
 }
 
-void int8_resume(row_state *state, int row, const row_state *from, int from_row)
+static void int8_resume(row_state *state, int row, const row_state *from, int from_row)
 {
     int8_rows *s = &state->as_int8;
     s->maximum[row] = from->as_int8.maximum[from_row];
@@ -200,20 +199,21 @@ ALWAYS_INLINE void chunk(const int R, const attention *a, const key_tile *tiles,
     for (; d < a->value_dim; d += LANES) mix(R, 1, a, tiles, state, d);
 }
 
-void int8_chunk(const attention *a, const key_tile *tiles, row_state *state)
+static void int8_chunk(const attention *a, const key_tile *tiles, row_state *state)
 {
 #define CALL(R) chunk(R, a, tiles, state)
     FOR_PADDED_ROWS(state->used, CALL)
 #undef CALL
 }
 
-void int8_finish(const attention *a, const row_state *state, int row, float *out)
+static void int8_finish(const attention *a, const row_state *state, int row, float *out)
 {
     const float total = vf_sum(vf_load(state->as_int8.totals + row * VL));
     for (int d = 0; d < a->value_dim; d++) out[d] = state->outputs[row * a->value_dim + d] / total;
 }
 
-void int8_write(const cache *c, const layer *l, uint8_t *head, int64_t offset, const float *key, const float *value)
+static void int8_write(const cache *c, const layer *l, uint8_t *head, int64_t offset, const float *key,
+                       const float *value)
 {
     const int K = l->key_dim, V = l->value_dim;
     int8_t integers[MAX_HEAD_DIM];
@@ -232,3 +232,5 @@ void int8_write(const cache *c, const layer *l, uint8_t *head, int64_t offset, c
     uint8_t *values = head + c->values_offset + offset / 4 * 4 * V + offset % 4;
     for (int d = 0; d < V; d++) values[4 * d] = (uint8_t)integers[d];
 }
+
+const key_format int8_keys = {int8_locate, int8_fetch, int8_start, int8_sink, int8_resume, int8_chunk, int8_finish, int8_write};

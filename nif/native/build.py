@@ -1,6 +1,6 @@
-"""Compiles the C files for this machine, once, into the cache directory. A wheel has compiled libraries.
+"""Compiles the C files for this machine, once, to the cache directory. A wheel has compiled libraries.
 
-If compiling is impossible, NativeUnavailable makes the model run in torch.
+If they cannot be compiled, NativeUnavailable is raised, and the model runs in torch.
 """
 
 import atexit
@@ -23,7 +23,7 @@ from genbatch.nif.trusted_files import NotOurs, is_ours, private_folder
 
 
 class NativeUnavailable(NativeError):
-    """The C kernels cannot run this model here; `reason` says why in words for a log line."""
+    """The C kernels cannot run this model on this machine; `reason` is for a log line."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -37,9 +37,9 @@ SOURCE_DIRECTORY = Path(__file__).parent
 FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-pthread")
 _COMPILERS = ("cc", "gcc", "clang")
 _TIMEOUT_S = 900
-# Object files, the library and what the compiler writes between: 6 MB.
+# Object files, the library and the compiler's temporary files take 6 MB.
 _BUILD_BYTES = 2**24
-# A file system in memory, for machines where everything else is full.
+# A file system in memory, for machines on which other file systems are full.
 _MEMORY_FOLDER = "/dev/shm"
 
 
@@ -61,14 +61,14 @@ def build_library(
     """Return the path of this machine's library: the wheel's, a cached build, or a new build.
 
     Args:
-        machine_flags: replaces `native_flags()`; tests build for older machines.
+        machine_flags: flags instead of `native_flags()`, with which tests build for older machines.
         progress: called with the stage "compile" before the compiler runs for some ten seconds.
 
     Raises:
-        NativeUnavailable: there is no compiler, or it failed.
+        NativeUnavailable: there is no compiler, or the compiler failed.
     """
     if machine_flags is None and (packaged := packaged_library(_cpu())) is not None:
-        return packaged  # beside this code, and so believed as this code is
+        return packaged  # the library is installed with this code, so it is as trustworthy
     compiler = _compiler()
     flags = (*FLAGS, *(native_flags() if machine_flags is None else machine_flags))
     sources = tuple(sorted(SOURCE_DIRECTORY.glob("*.c")))
@@ -79,7 +79,7 @@ def build_library(
         return target
     try:
         private_folder(target.parent)
-        if is_ours(target):  # the folder was open to others
+        if is_ours(target):  # now true if the folder was open to other users
             return target
         _check_room(target.parent)
     except (NotOurs, OSError) as fault:
@@ -90,7 +90,7 @@ def build_library(
     except (NativeUnavailable, OSError) as fault:
         try:
             _check_room(target.parent)
-        except OSError as full:  # it was filled meanwhile
+        except OSError as full:  # the disk became full meanwhile
             return _built_for_this_process(compiler, flags, sources, target, str(full), progress)
         if isinstance(fault, NativeUnavailable):
             raise
@@ -102,7 +102,7 @@ def _build(compiler: str, flags: Sequence[str], sources: Sequence[Path], target:
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         output = Path(scratch) / "library.so"
         compile_sources(compiler, flags, sources, output)
-        # A rename replaces atomically: a second process may have built the same meanwhile.
+        # Rename, which replaces atomically, because a second process may have built the same library meanwhile.
         output.replace(target)
 
 
@@ -113,7 +113,7 @@ def _check_room(folder: Path) -> None:
         probe.flush()
 
 
-_built: dict[Path, Path] = {}  # libraries of this process alone, by their place in the cache
+_built: dict[Path, Path] = {}  # libraries of this process only, by their place in the cache
 
 
 def _built_for_this_process(
@@ -131,7 +131,7 @@ def _built_for_this_process(
     """
     if target in _built:
         return _built[target]
-    log.warning("the kernels of %s are compiled for this process alone: %s; %s", target.parent, reason, OTHER_CACHE)
+    log.warning("the kernels of %s are compiled for this process only: %s; %s", target.parent, reason, OTHER_CACHE)
     progress("compile", 0, 0)
     folder = _private_scratch()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -144,9 +144,9 @@ def _built_for_this_process(
 
 
 def _in_memory(library: Path) -> Path:
-    """Move a library to memory that only this process can name, if the system has such memory.
+    """Move a library to an anonymous file in memory, if the system has such files.
 
-    A file system for temporary files may forbid running its files.
+    A file system for temporary files may forbid to run its files.
     """
     if not hasattr(os, "memfd_create"):
         return library
@@ -177,16 +177,16 @@ def _private_scratch() -> Path:
             shutil.rmtree(folder, ignore_errors=True)
         else:
             return folder
-    raise NativeUnavailable(f"there is no room to compile the kernels in ({'; '.join(faults)})")
+    raise NativeUnavailable(f"no folder has room to compile the kernels ({'; '.join(faults)})")
 
 
 def compile_sources(compiler: str, flags: Sequence[str], sources: Sequence[Path], output: Path) -> None:
-    """Compiles the sources side by side and links them.
+    """Compile the sources in parallel and link them.
 
     Raises:
-        NativeUnavailable: the compiler failed; the reason holds the first line of its complaint.
+        NativeUnavailable: the compiler failed; the reason has the first line of its errors.
     """
-    # The compiler's own files between its passes lie there, too.
+    # The compiler's temporary files go to the same folder.
     environment = {**os.environ, "TMPDIR": str(output.parent)}
     objects = [output.with_name(f"{source.stem}.o") for source in sources]
     with ThreadPoolExecutor(available_cores()) as threads:

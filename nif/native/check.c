@@ -1,4 +1,4 @@
-/* Checks a step before anything is written, so that no wrong id becomes an address. */
+/* Checks a step before anything is written, so that a wrong id never becomes an address. */
 #include "genbatch.h"
 
 static enum step_error check_entry(const step *s, const model *m, const cache *caches, int b)

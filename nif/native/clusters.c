@@ -1,10 +1,10 @@
-/* A head over clusters of tokens: a row meets the centroids of all clusters, then the tokens of its best clusters only. */
+/* A head over clusters of tokens: multiplies a row by the centroids of all clusters, then by the tokens of its best clusters. */
 #include <math.h>
 #include <string.h>
 
 #include "step.h"
 
-/* Chooses the clusters of the highest scores, which are overwritten. */
+/* Chooses the clusters with the highest scores; overwrites their scores. */
 static void choose_clusters(const clusters *c, float *scores, int32_t *ids)
 {
     for (int32_t n = 0; n < c->chosen; n++) {
@@ -15,7 +15,8 @@ static void choose_clusters(const clusters *c, float *scores, int32_t *ids)
     }
 }
 
-/* Writes a row's logits to the places of their tokens, and finds the largest: NaN if there is one, of equals the lowest token. */
+/* Writes a row's logits to the places of their tokens, and finds the largest logit: a NaN if there is one, and of equal logits
+ * the one with the lowest token. */
 static void finish_row(const model *m, const step *s, int64_t row, const int32_t *ids, const float *logits)
 {
     const clusters *c = m->clusters;
@@ -45,7 +46,7 @@ void clusters_phases(worker *w, const stream *kept, const norm *n)
     int64_t from, to;
     prepare_phase(w, &c->centroids, count, &(source){kept->x, m->hidden, NULL, n, NULL});
     linear_phase(w, &c->centroids, count, STORE, work->cluster_scores, c->count);
-    /* Each row is an operand of its own, since it meets blocks of its own. */
+    /* Each row is a separate operand, because rows are multiplied by different blocks. */
     while (claim(w, count, 1, &from, &to))
         for (int64_t r = from; r < to; r++) {
             float *own = row_of_thread(w);

@@ -1,6 +1,6 @@
-/* Short convolutions: each channel separately, over a window of the inputs in the cache.
+/* Short convolutions of each channel, over a window of the inputs in the cache.
  *
- * Blocks hold these inputs as floats, [block_size][hidden], so a window is read as attention reads keys. The sum always goes
+ * Blocks have these inputs as floats, [block_size][hidden], so a window is read as attention reads keys. The sum always goes
  * from the oldest tap to the newest. */
 #include "genbatch.h"
 

@@ -1,4 +1,4 @@
-/* Mixtures of experts: choosing a token's experts, and sorting rows by expert.
+/* Mixtures of experts: chooses a token's experts, and sorts rows by expert.
  *
  * A row's result does not depend on other tokens with the same expert. A token adds its experts in ascending order. */
 #include <math.h>
@@ -9,14 +9,14 @@
 #define MAX_EXPERT_GROUPS 64
 #define LEAST_TOTAL 1e-20f
 
-/* Returns the value by which experts are chosen. `closed` has a bit for each group that no expert may come from. */
+/* Returns the value by which experts are chosen. `closed` has a bit for each group from which no expert may be chosen. */
 static float rank_of(const experts *x, const float *scores, uint64_t closed, int32_t i)
 {
     if (closed >> (i / ((x->count - x->shared) / x->groups)) & 1) return -INFINITY;
     return scores[i] + (x->correction ? x->correction[i] : 0.0f);
 }
 
-/* Sorts a token's experts by id, with their weights if there are some. */
+/* Sorts a token's experts by id, and their weights unless `weights` is NULL. */
 static void sort_chosen(int chosen, int32_t *ids, float *weights)
 {
     for (int n = 1; n < chosen; n++) {
@@ -39,7 +39,7 @@ static bool is_among(const int32_t *ids, int count, int32_t id)
     return false;
 }
 
-/* Chooses the experts of the highest ranks, and of equal ranks the lowest id. Writes the ids in ascending order. */
+/* Chooses the experts with the highest ranks; of equal ranks the lowest id wins. Writes the ids in ascending order. */
 static void choose_largest(const experts *x, const float *scores, uint64_t closed, int32_t *ids)
 {
     const int chosen = x->chosen - x->shared;
@@ -55,7 +55,8 @@ static void choose_largest(const experts *x, const float *scores, uint64_t close
     sort_chosen(chosen, ids, NULL);
 }
 
-/* Chooses experts one after another, each with its share of the scores that are near it and left (Phi-MoE's SparseMixer). */
+/* Chooses experts one after another. Each weight is a softmax over the remaining scores near the expert's score (Phi-MoE's
+ * SparseMixer). */
 static void choose_in_turn(const experts *x, const float *scores, int32_t *ids, float *weights)
 {
     const int chosen = x->chosen - x->shared;
@@ -75,8 +76,8 @@ static void choose_in_turn(const experts *x, const float *scores, int32_t *ids, 
     sort_chosen(chosen, ids, weights);
 }
 
-/* Returns the bits of the groups that are not among the best: by the sum of their two highest ranks, or by their highest
- * score if weights are shares of all. */
+/* Returns the bits of the groups that are not among the best. Groups compare by the sum of their two highest ranks, or by their
+ * highest score if weights are a softmax over all experts. */
 static uint64_t closed_groups(const experts *x, const float *scores)
 {
     if (x->best_groups >= x->groups) return 0;
@@ -157,7 +158,7 @@ void experts_group(const experts *x, choice *c, int64_t num_tokens, int64_t most
     for (int32_t i = 0; i <= x->count; i++) c->starts[i] = 0;
     for (int64_t i = 0; i < rows; i++) c->starts[c->ids[i] + 1]++;
     for (int32_t i = 0; i < x->count; i++) c->starts[i + 1] += c->starts[i];
-    for (int64_t i = 0; i < rows; i++) { /* starts[e] runs to the end of e's rows, the start of the next's */
+    for (int64_t i = 0; i < rows; i++) { /* starts[e] ends at the end of e's rows, which is the start of the next rows */
         c->places[i] = c->starts[c->ids[i]]++;
         c->tokens[c->places[i]] = (int32_t)(i / x->chosen);
     }

@@ -12,8 +12,8 @@ static int common_blocks(const int32_t *a, const int32_t *b, int most)
     return i;
 }
 
-/* Returns the chunks that the family would share with `entry`, or 0 if `entry` should not join: a member that shares much less
- * than the others would shorten what the family shares. */
+/* Returns the chunks that the family would share with `entry`; 0 if `entry` should not join, because it shares much less than
+ * the other members. */
 static int chunks_with(const family *f, const attention_entry *entry, const cache *c)
 {
     const attention_entry *first = &f->members[0];
@@ -25,7 +25,7 @@ static int chunks_with(const family *f, const attention_entry *entry, const cach
     return 2 * chunks < f->chunks ? 0 : chunks < f->chunks ? chunks : f->chunks;
 }
 
-/* Blocks before a window may have been evicted, so their ids in the table mean nothing. */
+/* Returns whether a sequence may join a family. Blocks before a window may be evicted, so their ids in the table mean nothing. */
 static bool may_share(const attention_entry *entry, int window)
 {
     /* guard: evicted blocks of a family's member */
@@ -50,14 +50,14 @@ static const int32_t *table_of(const step *s, int group, int entry)
     return s->block_tables[group] + (int64_t)entry * s->table_width[group];
 }
 
-/* Returns the tokens of entry *at, and moves *at behind it. */
+/* Returns the tokens of entry *at, and moves *at to the next entry. */
 static attention_entry next_entry(const step *s, int group, int64_t *at)
 {
     const int b = (int)(*at)++, first = s->query_starts[b];
     return (attention_entry){first, s->query_starts[b + 1] - first, s->kv_lens[b], table_of(s, group, b)};
 }
 
-/* Returns the kept rows from *at that are neighbours in one entry, and moves *at behind them. */
+/* Returns the kept rows from *at that are neighbours in one entry, and moves *at to the next row. */
 static attention_entry next_rows(const step *s, int group, int64_t *at)
 {
     const int64_t row = *at, token = s->rows[row];

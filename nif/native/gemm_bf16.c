@@ -1,11 +1,10 @@
 /* bfloat16 weights; sums in float.
  *
- * A weight block is [k / 2][COLUMNS][2], pairs of inputs side by side. The rows stay float and a vector of pairs
- * becomes two of floats by a shift and a mask: 4 cheap operations for 24 to 48 multiplications, and the
- * activations keep their precision. VDPBF16PS would multiply pairs directly, but Intel's cores issue so few that
- * two FMAs are 1.7 times faster; where it does pay (AMD), build.py defines DOT_BF16 and rows are bfloat16.
- * DEPTH inputs of a block are 384 x 32 x 2 = 24 KB, half of L1. Sums run over k in ascending order whatever
- * the tile. */
+ * A weight block is [k / 2][COLUMNS][2], with pairs of inputs side by side. The rows stay float, and a shift and a mask turn a
+ * vector of pairs into two vectors of floats. These are 4 cheap operations for 24 to 48 multiplications, and the activations
+ * keep their precision. VDPBF16PS would multiply pairs directly, but Intel's cores issue so few of these instructions that two
+ * FMAs are 1.7 times faster. On AMD's cores the instruction is faster: build.py defines DOT_BF16, and rows are bfloat16. DEPTH
+ * inputs of a block are 384 x 32 x 2 = 24 KB, half of L1. In every tile a sum runs over k in ascending order. */
 #include "genbatch.h"
 #include "simd.h"
 #include "tiles.h"

@@ -1,10 +1,9 @@
 /* float rows x float weights.
  *
- * A weight block is [k][COLUMNS] floats. A tile keeps R rows x 2 vectors of sums in registers: with
- * AVX-512, 12 x 2 = 24 sums, 2 weights and a broadcast fit 32 registers, and each weight loaded is used 12
- * times. DEPTH inputs of a block are 192 x 32 x 4 = 24 KB, half of a 48 KB L1, and stay there while the tiles
- * walk down the rows. Every sum runs over k in ascending order whatever the tile: the result of a row
- * depends on nothing but the row. */
+ * A weight block is [k][COLUMNS] floats. A tile keeps R rows x 2 vectors of sums in registers. With AVX-512, 12 x 2 = 24 sums,
+ * 2 weights and a broadcast fit 32 registers, and each loaded weight is used 12 times. DEPTH inputs of a block are
+ * 192 x 32 x 4 = 24 KB, half of a 48 KB L1, and stay there for the tiles of all rows. In every tile a sum runs over k in
+ * ascending order, so the result of a row depends only on the row. */
 #include "genbatch.h"
 #include "simd.h"
 #include "tiles.h"

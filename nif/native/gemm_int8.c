@@ -1,19 +1,19 @@
-/* int8 rows x integer weights of 8 or 4 bits, a scale for every `group` inputs on both sides.
+/* int8 rows x integer weights of 8 or 4 bits. Rows and weights have a scale for every `group` inputs.
  *
- * The dot product takes unsigned x signed bytes, so the weights are the unsigned side and a row's byte
- * quadruple is broadcast. Integer sums are exact; at the end of a group they are scaled into float sums.
- * These lie in memory (12 x 32 x 4 = 1.5 KB, in L1) because 24 integer and 24 float sums exceed 32 registers.
+ * The dot product multiplies unsigned by signed bytes. The weights are the unsigned side, and four bytes of a row are
+ * broadcast. Integer sums are exact. At the end of a group they are scaled and added to float sums. These lie in memory
+ * (12 x 32 x 4 = 1.5 KB, in L1), because 24 integer and 24 float sums exceed 32 registers.
  *
- * I8 block, per group: [group / 4][COLUMNS][4] bytes, value + 128; then COLUMNS bfloat16 scales.
+ * A group of an I8 block: [group / 4][COLUMNS][4] bytes, value + 128; then COLUMNS bfloat16 scales.
  *     w = scale * (byte - 128), and sum (byte - 128) a = sum byte a - 128 sum a.
- * U4 block, per group of 32: [4][COLUMNS][4] bytes, whose low nibbles are inputs 8j .. 8j+3 and whose high
- *     nibbles are 8j+4 .. 8j+7; then COLUMNS float16 steps and COLUMNS float16 offsets.
+ * A group of a U4 block, 32 inputs: [4][COLUMNS][4] bytes, with inputs 8j .. 8j+3 in the low nibbles and inputs 8j+4 .. 8j+7
+ *     in the high nibbles; then COLUMNS float16 steps and COLUMNS float16 offsets.
  *     w = step * nibble + offset, and sum w a = step * sum nibble a + offset * sum a.
  *
- * An integer sum s starts from the bits of INTEGER_ZERO instead of 0, so that its bits are those of the float
- * INTEGER_ZERO + s, and scale * (INTEGER_ZERO + s) - INTEGER_ZERO * scale is scale * s rounded once: one FMA in
- * place of a conversion and a product. The row's scale has 8 significant bits, so the subtrahend is exact. A
- * group's end is then 2 operations a sum for 16 dot products (I8, groups of 64), or 3 for 8 (U4). */
+ * An integer sum s starts from the bits of INTEGER_ZERO instead of 0. So its bits are those of the float INTEGER_ZERO + s, and
+ * scale * (INTEGER_ZERO + s) - INTEGER_ZERO * scale is scale * s rounded once. That takes one FMA instead of a conversion and
+ * a product. The row's scale has 8 significant bits, so the subtrahend is exact. The end of a group then takes 2 operations
+ * for each sum of 16 dot products (I8, groups of 64), or 3 for each sum of 8 (U4). */
 #include "genbatch.h"
 #include "simd.h"
 #include "tiles.h"
@@ -21,7 +21,7 @@
 #define U4_GROUP 32
 #define U4_BYTES (COLUMNS * U4_GROUP / 2 + 4 * COLUMNS)
 #define DEPTH 768 /* inputs: 24 KB of a block of 8 bits, half of L1 */
-#define AHEAD 2048 /* bytes of weights fetched ahead of their use */
+#define AHEAD 2048 /* bytes of weights that are prefetched */
 
 ALWAYS_INLINE vi quad(const int8_t *p)
 {
@@ -112,7 +112,8 @@ typedef struct {
 ALWAYS_INLINE pass pass_at(const rows *a, tile_place at, int64_t first, int64_t k, int64_t group, float *sums)
 {
     return (pass){(const int8_t *)a->data + at.start * a->k + k * at.size,
-                  (const group_factors *)a->factors + at.start * a->groups + k / group * at.size, sums + (at.start - first) * COLUMNS};
+                  (const group_factors *)a->factors + at.start * a->groups + k / group * at.size,
+                  sums + (at.start - first) * COLUMNS};
 }
 
 void gemm_i8_block(const linear *l, int64_t block, const rows *a, int64_t first, int64_t count, float *sums)

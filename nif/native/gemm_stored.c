@@ -1,18 +1,18 @@
 /* float rows x weights in the blocks of a GGUF file (stored.h): exact values, float products and sums.
  *
- * For types of 16 bits, for FP8, for linears that hold one beside blocks, and for machines that do not multiply bytes faster
- * than floats; blocks alone are multiplied by gemm_stored_digits.c elsewhere. One row: each weight is made in a register
- * and used there. More rows: DEPTH inputs of a block are made once, into 16 KB of L1, and the tiles of gemm_f32.c
- * walk over all rows. Both add the products of an output in ascending order of the inputs, one fused operation each:
- * a row's result is the same, to the last bit, whatever the number of rows. */
+ * This file multiplies types of 16 bits, FP8, and linears that have such a type and blocks. On machines that do not multiply
+ * bytes faster than floats it multiplies all blocks; on other machines gemm_stored_digits.c does. With one row, each weight is
+ * converted in a register and used there. With more rows, DEPTH inputs of a block are converted once, into 16 KB of L1, and
+ * the tiles of gemm_f32.c use them for all rows. Both ways add the products of an output in ascending order of the inputs, with
+ * one fused operation each. So a row's result has the same bits for any number of rows. */
 #include "genbatch.h"
 #include "simd.h"
 #include "stored.h"
 #include "stored_cell.h"
 #include "tiles.h"
 
-#define AHEAD 6144 /* bytes of weights fetched ahead of their use */
-#define DEPTH 128 /* inputs; divides a unit of 256 and holds four of 32 */
+#define AHEAD 6144 /* bytes of weights that are prefetched */
+#define DEPTH 128 /* inputs: half a unit of 256, or four units of 32 */
 
 #define LEVEL(x) x
 static const float FLOAT_LEVELS[][16] = LEVEL_TABLES;
@@ -42,7 +42,7 @@ ALWAYS_INLINE int shift1(int j, int i) { return 8 * (i % 4) + 2 * j + i / 4; }
 /* Moves bit `from` of each lane to bit `to`; the other bits are undefined. */
 ALWAYS_INLINE vi moved(vi x, int from, int to) { return from >= to ? x >> (from - to) : x << (to - from); }
 
-/* The weight of input i of the eight. */
+/* Returns the weight of input i of eight. */
 ALWAYS_INLINE vf weight_at(const stored_type t, const words w, int i, const group g)
 {
     if (t.levels && t.bits == 4) return looked_up(FLOAT_LEVELS[t.levels], w.low >> shift4(i)) * g.scale;
@@ -69,7 +69,7 @@ ALWAYS_INLINE vf weight_at(const stored_type t, const words w, int i, const grou
     return vf_fma(g.scale, code, -g.minus);
 }
 
-/* Uses a weight: with `x` it is multiplied into `sums`, without `x` it goes to `out` [inputs][COLUMNS]. */
+/* The use of weights: with `x` they are multiplied into `sums`, without `x` they are stored in `out` [inputs][COLUMNS]. */
 typedef struct {
     const float *x;
     vf *sums;
@@ -84,7 +84,7 @@ ALWAYS_INLINE void used(const bool multiply, const use u, int64_t input, int vec
         vf_store(u.out + input * COLUMNS + vector * VL, weight);
 }
 
-/* The 32 inputs of a cell. */
+/* Uses the 32 inputs of a cell. */
 ALWAYS_INLINE void use_cell(const int kind, const bool multiply, const uint8_t *head, const uint8_t *cell, const use u)
 {
     const stored_type t = stored_type_of(kind);
@@ -113,7 +113,7 @@ ALWAYS_INLINE void use_cell(const int kind, const bool multiply, const uint8_t *
     }
 }
 
-/* The inputs [from, from + count), whole cells, of a block whose units begin at `weights`. */
+/* Uses the inputs [from, from + count), whole cells, of a block with units from `weights` on. */
 ALWAYS_INLINE void use_units(const int kind, const bool multiply, const uint8_t *weights, int64_t from, int64_t count,
                              use u)
 {
@@ -150,7 +150,7 @@ ALWAYS_INLINE void use_halves(const int kind, const bool multiply, const uint8_t
     default: FOR_BLOCK_KINDS(kind, CALL)                                                                       \
     }
 
-/* Makes the weights of the inputs [from, from + count) of one block; there is one function for each type. */
+/* Converts the weights of the inputs [from, from + count) of one block to floats. Each type has separate compiled code. */
 static void make(int kind, const uint8_t *weights, int64_t from, int64_t count, float *out)
 {
     const use u = {.out = out};
@@ -191,7 +191,7 @@ void gemm_stored_block(int kind, const uint8_t *weights, int64_t k, const rows *
     }
 }
 
-/* Reads one output's weights, [k]: a token's embedding, if the embedding and the head share their blocks. */
+/* Reads one output's weights, [k]. This is a token's embedding if the embedding and the head share their blocks. */
 void stored_row(int kind, const uint8_t *weights, int64_t k, int column, float *out)
 {
     _Alignas(64) float made[DEPTH * COLUMNS];

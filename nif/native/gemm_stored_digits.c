@@ -1,15 +1,15 @@
 /* float rows x weights in the blocks of a GGUF file (stored.h), by integer dot products.
  *
- * A row comes as 24-bit integers, a power of two for every group of 16 or 32 inputs (rows.c), each integer as three
- * bytes: a = 65536 high + 256 middle + low. A code is a byte, so
+ * A row is given as 24-bit integers, with a power of two as the scale of every group of 16 or 32 inputs (rows.c). Each integer
+ * has three bytes (digits): a = 65536 high + 256 middle + low. A code is a byte, so
  *     sum code a = 65536 sum(code high) + 256 sum(code middle) + sum(code low)
- * is three exact sums of bytes, and floats are met once a group, where float products round once an input. What the
- * integers leave out of an input is at most 2^-23 of its group's largest, and nothing is rounded within a group: of rows
- * like those of models the result is nearer to the true sum than that of float products, at three byte products
- * for four of floats and without making a float of each weight.
+ * has three exact sums of bytes. Only the end of a group computes in floats, while float products round at every input. The
+ * integers lose at most 2^-23 of the group's largest input, and nothing is rounded within a group. For the rows of real models
+ * the result is nearer to the true sum than with float products. It takes three byte products instead of four float products,
+ * and no conversion of each weight to a float.
  *
- * DEPTH inputs of a block are made ready once (stored_plain.h); tiles of up to DIGIT_ROWS rows walk over all rows. A code
- * that means zero is taken off inside the integers. A row's sums do not depend on its company. */
+ * DEPTH inputs of a block are laid out once (stored_plain.h), and tiles of up to DIGIT_ROWS rows use them. The code that means
+ * zero is subtracted within the integers. A row's sums do not depend on the other rows. */
 #include "genbatch.h"
 #include "simd.h"
 #include "stored_plain.h"
@@ -21,7 +21,7 @@
 #define DIGIT_ROWS 2
 #endif
 
-#define FEW_ROWS 2 /* with at most so many rows, memory is the limit */
+#define FEW_ROWS 2 /* up to this many rows, memory is the limit */
 
 /* This is faster than float products only if one instruction multiplies four bytes. */
 bool digits_pay(void)
@@ -33,7 +33,8 @@ bool digits_pay(void)
 #endif
 }
 
-/* A word's inputs times R rows, into `s`: three sums of two vectors of columns a row. `of_digit` goes on with the rows. */
+/* Multiplies a word's inputs by R rows, and adds to `s`: three sums of two vectors of columns for each row. Moves `of_digit` to
+ * the next inputs. */
 ALWAYS_INLINE void multiply_word(const int R, const code_form form, int word, const group_words *words, const vi *plane,
                                  const int8_t **of_digit, int64_t pitch, vi s[DIGIT_ROWS][DIGITS][2])
 {
@@ -52,7 +53,7 @@ ALWAYS_INLINE void multiply_word(const int R, const code_form form, int word, co
     }
 }
 
-/* `x`: [inputs / 4][DIGITS][pitch][4] from the tile's first row on; `factors`: [groups][pitch]. */
+/* Multiplies R rows. `x`: [inputs / 4][DIGITS][pitch][4], from the tile's first row on; `factors`: [groups][pitch]. */
 ALWAYS_INLINE void tile(const int R, const code_form form, const bool minima, int zero_shift, const plain *w, const int8_t *x,
                         const digit_factors *factors, int64_t pitch, int size, int64_t num_groups, int column,
                         float *sums)

@@ -1,18 +1,18 @@
 /* int8 rows x weights in the blocks of a GGUF file (stored.h): integer dot products, a float scale for every group.
  *
- * DEPTH inputs of a block are made ready once (stored_plain.h); the tiles then walk over all rows. The integers are exact, and
+ * DEPTH inputs of a block are laid out once (stored_plain.h), and the tiles of all rows use them. The integers are exact, and
  *     sum w a = scale * (sum code a) - minus * (sum a).
- * A row's groups have 32 inputs, or 16 where some part of the linear has scales for 16. */
+ * A row's groups have 32 inputs, or 16 if some part of the linear has scales for 16 inputs. */
 #include "genbatch.h"
 #include "simd.h"
 #include "stored_plain.h"
 #include "tiles.h"
 
-#define FEW_ROWS 4 /* with at most so many rows, memory is the limit */
+#define FEW_ROWS 4 /* up to this many rows, memory is the limit */
 
-/* A word's inputs times R rows, into `s`: two vectors of columns a row. Returns where the rows go on. */
-ALWAYS_INLINE const int8_t *multiply_word(const int R, const code_form form, int word, const group_words *words, const vi *plane,
-                                          const int8_t *x, vi s[MAX_ROWS][2])
+/* Multiplies a word's inputs by R rows, and adds to `s`: two vectors of columns for each row. Returns the next input of x. */
+ALWAYS_INLINE const int8_t *multiply_word(const int R, const code_form form, int word, const group_words *words,
+                                          const vi *plane, const int8_t *x, vi s[MAX_ROWS][2])
 {
     const vi w0 = vi_load(words->low + word * WORDS), w1 = vi_load(words->low + word * WORDS + 4 * VL);
     UNROLL for (int half = 0; half < inputs_of_word(form) / 4; half++, x += 4 * R) {
@@ -27,8 +27,8 @@ ALWAYS_INLINE const int8_t *multiply_word(const int R, const code_form form, int
     return x;
 }
 
-ALWAYS_INLINE void tile(const int R, const code_form form, const plain *w, const int8_t *x, const group_factors *factors, int size,
-                        int64_t num_groups, bool first, int column, float *sums)
+ALWAYS_INLINE void tile(const int R, const code_form form, const plain *w, const int8_t *x, const group_factors *factors,
+                        int size, int64_t num_groups, bool first, int column, float *sums)
 {
     for (int64_t g = 0; g < num_groups; g++, factors += R) {
         const group_words words = words_of_group(form, w, g, size, column);

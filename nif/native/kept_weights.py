@@ -1,21 +1,21 @@
 """Kept weights: a model's packed weights in a file, so that the next engine maps them and packs nothing.
 
     place = kept_place(model.identity, "int8", library)
-    kept = open_weights(place, library)              # None: there is no such file, or it is damaged
+    kept = open_weights(place, library)              # None if the file is missing or damaged
     keep_in_background(place, struct, arena, library, max_bytes)   # after packing
 
 The file's name is a digest of the model's files, of this code and of the kernels, which are compiled for this CPU. A
 file is mapped only if no other user could have written it, and if its checksums are right. It is written under another
-name and renamed, so a file is there whole or not at all. Engines map it shared: the weights are once in memory, however
-many engines run.
+name and then renamed, so a file is complete or missing. Engines map it shared, so all engines on a machine need the
+memory once.
 
     genbatch weights 1 DIGEST LENGTH \\n
     head        JSON: the key, the weights' spans with their checksums, the lengths of image and pointers
     image       the structs for C, one after another; their pointers are zero
-    pointers    [pointers, 3] int64: place in the image, into what it points (WEIGHTS or IMAGE), and where
-    weights     at the next multiple of 2 MiB: the memory that was packed
+    pointers    [pointers, 3] int64: the place in the image, the target (WEIGHTS or IMAGE), and the place in the target
+    weights     at the next multiple of 2 MiB: the packed memory
 
-The digest (SHA-256) covers all between it and the weights.
+The digest (SHA-256) covers everything between itself and the weights.
 """
 
 import atexit
@@ -50,12 +50,12 @@ log = logging.getLogger("genbatch")
 _MAGIC = b"genbatch weights 1"
 _ENDING = ".weights"
 _ALIGNMENT = 1 << 21  # the size of a huge page, which a file system with large folios maps whole
-_SPAN = 1 << 24  # bytes with a checksum of their own
+_SPAN = 1 << 24  # bytes with one checksum
 _MAX_HEAD = 1 << 30
 EXIT_S = 10.0  # seconds that a program waits at its end until its packed weights are written
 _WEIGHTS, _IMAGE = range(2)
 # The lengths of arrays that a struct points to, by the pointer's name: a field of the struct or of the model. Other
-# pointers have no such class in abi.h, or lead to one struct.
+# pointers are addresses of numbers, or point to a single struct.
 _LENGTHS = {
     "layers": "num_layers",
     "parts": "num_parts",
@@ -74,21 +74,21 @@ class KeptWeights:
     Args:
         struct: the model.
         num_bytes: the size of the mapped weights.
-        held: what must stay in memory.
+        memory: the objects that own the memory.
     """
 
     struct: ModelStruct
     num_bytes: int
-    held: Sequence[Any]
+    memory: Sequence[Any]
 
 
 def kept_place(identity: str, form: str, library: ctypes.CDLL) -> Path:
     """Return the path of a model's packed weights.
 
     Args:
-        identity: of the model's files and of this code; see `files_identity`.
+        identity: a digest of the model's files and of this code; see `files_identity`.
         form: dtype and quantisation.
-        library: what `native_library` returned.
+        library: the result of `native_library`.
     """
     digest = hashlib.sha256(kernels_digest(library).encode())
     for part in (identity, form):
@@ -106,39 +106,44 @@ def kernels_digest(library: ctypes.CDLL) -> str:
 
 
 def open_weights(place: Path, library: ctypes.CDLL) -> KeptWeights | None:
-    """Map a file that is there, ours and whole; else return None."""
+    """Map a file that exists, is ours and is complete; else return None."""
     try:
         if not is_ours(place):
             return None
         with place.open("rb") as file:
             kept = _opened(place, file, library)
         with suppress(OSError):  # a read-only disk
-            os.utime(place)  # the files that were used last stay
+            os.utime(place)  # the most recently used files stay
         return kept
     except (OSError, ValueError, KeyError, TypeError, IndexError) as fault:
         if isinstance(fault, OSError) and fault.errno != errno.EIO:
             log.debug("%s is not mapped: %s", place, fault)
             return None
-        log.warning("the packed weights %s are damaged, and are packed anew: %s", place, fault)
+        log.warning("the packed weights %s are damaged and will be packed again: %s", place, fault)
         with suppress(OSError):
-            place.unlink()  # so that the new ones are kept
+            place.unlink()  # so that the new weights are kept
     return None
 
 
 def _opened(place: Path, file: BinaryIO, library: ctypes.CDLL) -> KeptWeights:
-    """Raises ValueError, KeyError, TypeError or IndexError if the file is damaged, and OSError if it cannot be read."""
+    """Map a file's weights.
+
+    Raises:
+        ValueError, KeyError, TypeError, IndexError: the file is damaged.
+        OSError: the file cannot be read.
+    """
     line = file.readline(256).removesuffix(b"\n")
     magic, digest, length = line.rsplit(b" ", 2)
     start, size = len(line) + 1, int(length)
     rest = file.read(size) if 0 <= size <= _MAX_HEAD else b""
     # guard: a damaged head of kept weights
     if magic != _MAGIC or not rest or hashlib.sha256(rest).hexdigest().encode() != digest:
-        raise ValueError("its head is not what was written")
+        raise ValueError("the digest of its head is wrong")
     words, data = rest.split(b"\n", 1)
     head = json.loads(words)
     # guard: weights of another model
     if head["key"] != place.stem:
-        raise ValueError("it is the file of another model or format")
+        raise ValueError("it belongs to another model or format")
     mapped = mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ)
     content = np.frombuffer(mapped, np.uint8)
     begin = _padded(start + size)
@@ -156,7 +161,7 @@ def _opened(place: Path, file: BinaryIO, library: ctypes.CDLL) -> KeptWeights:
     with ThreadPoolExecutor(available_cores()) as threads:
         # guard: damaged weights
         if not all(threads.map(is_right, head["spans"])):
-            raise ValueError("its weights are not what was written")
+            raise ValueError("a checksum of its weights is wrong")
     image = bytearray(data[: head["image"]])
     pointers = np.frombuffer(data, np.int64, offset=head["image"]).reshape(-1, 3)
     bases = np.array([address, ctypes.addressof(ctypes.c_char.from_buffer(image))])
@@ -177,7 +182,7 @@ class _Image:
 
     Args:
         struct: the model.
-        parts: the memory that its pointers lead to.
+        parts: the memory of its weights.
     """
 
     def __init__(self, struct: ModelStruct, parts: Sequence[np.ndarray]) -> None:
@@ -193,29 +198,29 @@ class _Image:
         self._parts = [(part.ctypes.data, len(part), offset) for part, offset in ends]
         self._add(struct)
 
-    def _add(self, what: Any) -> int:
+    def _add(self, struct: Any) -> int:
         at = len(self.data)
-        self.data += bytes(what)
-        self._point(what, at)
+        self.data += bytes(struct)
+        self._point(struct, at)
         return at
 
-    def _point(self, what: Any, at: int) -> None:
-        """Enter the pointers of a struct, or an array of structs, that is at `at` in the image."""
-        if isinstance(what, ctypes.Array):
-            for index, item in enumerate(what):
+    def _point(self, struct: Any, at: int) -> None:
+        """Add the pointers of a struct, or of an array of structs, at the place `at` in the image."""
+        if isinstance(struct, ctypes.Array):
+            for index, item in enumerate(struct):
                 self._point(item, at + index * ctypes.sizeof(item))
             return
-        for name, kind in what._fields_:
-            place, value = at + getattr(type(what), name).offset, getattr(what, name)
+        for name, kind in struct._fields_:
+            place, value = at + getattr(type(struct), name).offset, getattr(struct, name)
             if issubclass(kind, ctypes.Structure):
                 self._point(value, place)
             elif kind is ctypes.c_void_p:
                 if value is not None:
                     self.pointers.append((place, _WEIGHTS, self._offset(value)))
             elif issubclass(kind, ctypes._Pointer) and value:
-                assert name in _LENGTHS or name in _SINGLE, f"how many structs does {name} point to?"
+                assert name in _LENGTHS or name in _SINGLE, f"the number of structs at {name} is unknown"
                 length = _LENGTHS.get(name)
-                count = 1 if length is None else getattr(what if hasattr(what, length) else self._model, length)
+                count = 1 if length is None else getattr(struct if hasattr(struct, length) else self._model, length)
                 array = ctypes.cast(value, ctypes.POINTER(kind._type_ * count)).contents
                 self.pointers.append((place, _IMAGE, self._add(array)))
 
@@ -223,7 +228,7 @@ class _Image:
         for begin, size, offset in self._parts:
             if begin <= address < begin + size:
                 return offset + address - begin
-        raise AssertionError("a pointer of the model leads outside its packed weights")
+        raise AssertionError("a pointer of the model is outside its packed weights")
 
 
 def keep_weights(
@@ -238,8 +243,8 @@ def keep_weights(
 
     Args:
         struct: the model, with pointers into `arena`.
-        max_bytes: the most bytes of all kept weights; the files that were used longest ago are removed.
-        rest: called with seconds between two pieces of the weights.
+        max_bytes: most bytes of all kept weights; the least recently used files are removed.
+        rest: sleeps for some seconds; called between two pieces of the weights.
     """
     try:
         private_folder(place.parent)
@@ -265,11 +270,11 @@ def keep_in_background(
 
 
 def _finish(thread: threading.Thread, ends: threading.Event) -> None:
-    """Wait for the thread, which writes without a rest from now on."""
+    """Wait for the thread, which from now on writes without rests."""
     ends.set()
     thread.join(EXIT_S)
     if thread.is_alive():
-        log.warning("the packed weights are not kept: %g s were too short to write them at the program's end", EXIT_S)
+        log.warning("the packed weights are not kept: writing them at the program's end takes more than %g s", EXIT_S)
 
 
 def _write(
@@ -313,7 +318,7 @@ def _write(
 def _pieces(
     parts: Sequence[np.ndarray], offsets: Sequence[int], rest: Callable[[float], object]
 ) -> Iterator[tuple[np.ndarray, int]]:
-    """Yield the weights in pieces, and rest as long as each took: requests need the cores and the memory, too."""
+    """Yield the weights in pieces, and rest as long as each piece took, because requests need the cores, too."""
     for part, offset in zip(parts, offsets, strict=True):
         for at in range(0, len(part), _SPAN):
             began = time.monotonic()
@@ -322,15 +327,15 @@ def _pieces(
 
 
 def _make_room(folder: Path, size: int, max_bytes: int) -> bool:
-    """Remove files that were used longest ago, and what an interrupted write left; returns whether `size` bytes fit."""
+    """Remove the least recently used files and remains of interrupted writes; returns whether `size` bytes fit."""
     free = shutil.disk_usage(folder).free
     # guard: the bound of kept weights
     if size > max_bytes:
-        told = "the packed weights take %d MB and are not kept: weights_cache allows %d MB"
-        log.info(told, size >> 20, max_bytes >> 20)
+        message = "the packed weights take %d MB and are not kept: weights_cache allows %d MB"
+        log.info(message, size >> 20, max_bytes >> 20)
         return False
     if size > free:
-        raise OSError(f"{folder} has {free >> 20} MB free, and they take {size >> 20} MB")
+        raise OSError(f"{folder} has {free >> 20} MB free, and the weights take {size >> 20} MB")
     for left in folder.glob("*.partial"):
         left.unlink(missing_ok=True)
     kept = sorted(folder.glob(f"*{_ENDING}"), key=lambda path: last_used_ns(path.stat()), reverse=True)
@@ -338,5 +343,5 @@ def _make_room(folder: Path, size: int, max_bytes: int) -> bool:
         size += path.stat().st_size
         if size > max_bytes:
             with suppress(OSError):
-                path.unlink()  # engines that have mapped it keep it
+                path.unlink()  # engines that have mapped the file keep its content
     return True

@@ -1,8 +1,8 @@
-/* Each row's largest logit, found while the head's blocks are computed, so that greedy decoding reads no logits.
+/* Finds each row's largest logit while the head's blocks are computed, so that greedy decoding reads no logits.
  *
- * A lane keeps the largest value of its column in all blocks, and the first block that had it. Blocks are in ascending order,
- * so `>` keeps the lowest column. Lanes and threads are joined by the same rule, so the result does not depend on which thread
- * computed which block. */
+ * A lane keeps the largest value of its column in all blocks, and the first block with this value. Blocks are in ascending
+ * order, so `>` keeps the lowest column. Lanes and threads are joined by the same rule, so the result does not depend on which
+ * thread computed which block. */
 #include <math.h>
 
 #include "genbatch.h"

@@ -1,9 +1,9 @@
-/* Attention over compressed keys and values (MLA): the cache holds one row for each token, its latent. The keys and values of
- * all heads are linear functions of it.
+/* Attention over compressed keys and values (MLA): the cache has one row for each token, its latent. The keys and values of all
+ * heads are linear functions of the latent.
  *
- * score(head) = query . (K latent) = (K^T query) . latent, so each head's query is multiplied by its K^T (`meet`), and scores
- * need only the latents. A head's output is V (sum of weights x latents), so one product with V (`give`) follows the sum. The
- * cache has one KV head: its key is the rotated elements and the latent, its value is the latent. */
+ * score(head) = query . (K latent) = (K^T query) . latent, so each head's query is multiplied by K^T (`meet`), and scores need
+ * only the latents. A head's output is V (sum of weights x latents), so one product with V (`give`) follows the sum. The cache
+ * has one KV head: its key is the rotated elements and the latent, and its value is the latent. */
 #include <string.h>
 
 #include "step.h"

@@ -58,13 +58,14 @@ if TYPE_CHECKING:
 
 
 _I8_GROUP = 64  # inputs that share a scale
-I8_HEAD_GROUP = 32  # the head decides between near ties: the finer scale saves two thirds of int8's loss
+I8_HEAD_GROUP = 32  # for the head, which decides between near ties: the finer scale saves two thirds of int8's loss
 
 
 def keeps_8_bits(layer: int, num_layers: int) -> bool:
-    """Whether int4 keeps 8 bits for a layer's queries, keys, values and down projection, which rounding hurts most.
+    """Return whether int4 keeps 8 bits for a layer's queries, keys, values and down projection.
 
-    llama.cpp's Q4_K_M gives more bits to the same layers: an eighth at either end, and every third between.
+    Rounding hurts these matrices most. llama.cpp's Q4_K_M gives more bits to the same layers: an eighth of the layers
+    at either end, and every third layer between.
     """
     eighth = num_layers // 8
     return layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2
@@ -82,14 +83,14 @@ class LayerLoader:
         self._source = source
         self._packer = packer
         self._kind = kind
-        # What the module has, the source must have in the same shape; only experts may be merged in one of them.
+        # The source must have the module's tensors in the same shapes, except experts, which may be merged in either.
         self._shapes = module_shape(model).tensors
-        self._held: list[Any] = []  # keeps the structs' targets in memory
+        self._kept_alive: list[Any] = []  # keeps the structs' targets in memory
         self._plain, self._dtype = WEIGHT_BF16 if model.dtype == "bfloat16" else WEIGHT_F32, model.torch_dtype
         self._cached = layer_shapes(self._config)
 
     def mtp(self, names: MtpNames, like: int) -> tuple[Layer, Pair, Norm]:
-        """Build the MTP layer, of the kind of layer `like`, its input and the norm behind it.
+        """Build the MTP layer in the form of layer `like`, its input, and the norm after it.
 
         The caller sets the layer's group and rotary table, and the input's embedding.
         """
@@ -104,7 +105,7 @@ class LayerLoader:
     def pair(self, names: AssistantNames) -> Any:
         """Return a pointer to an assistant's input, without the embedding of the other model."""
         struct = Pair(input=self.linear([names.input]), output=self.linear([names.output]))
-        self._held.append(struct)
+        self._kept_alive.append(struct)
         return ctypes.pointer(struct)
 
     def clustered(self, name: str, names: AssistantNames, group: int, kind: int) -> tuple[Linear, Any]:
@@ -119,7 +120,7 @@ class LayerLoader:
             count=names.clusters,
             chosen=names.chosen,
         )
-        self._held.append(struct)
+        self._kept_alive.append(struct)
         head = self._pack([_rows(matrix, tokens.numpy())], [None], group=group, kind=kind)
         return head, ctypes.pointer(struct)
 
@@ -127,7 +128,7 @@ class LayerLoader:
         """Build one layer; the caller sets its place in a group and its rotary table.
 
         Args:
-            start: the beginning of its tensors' names; None: the architecture's.
+            start: the prefix of the layer's tensors; None takes the architecture's prefix.
         """
         architecture = self._architecture
         experts, tensors = architecture.experts, architecture.tensors_of(index)
@@ -190,16 +191,16 @@ class LayerLoader:
         if self._architecture.value_norm:
             layer.v_norm = Norm(self._packer.put_floats(torch.ones(layer.value_dim)))
         if tensors.sinks is not None:
-            layer.sinks = self._packer.vector(self.tensor(start + tensors.sinks))
+            layer.sinks = self._floats(start + tensors.sinks)
 
     def _latent(self, layer: Layer, start: str, names: LatentNames, kind: int) -> None:
-        """Build what makes the queries and the latent, and each head's matrices to and from the latent."""
+        """Build the linears to the queries and the latent, and each head's matrices to and from the latent."""
         _, row_norm, to_queries = names.query
         layer.qkv = self._rows_of(start, latent_rows(names), kind)
         layer.out = self.linear([start + self._architecture.tensors.out])
         heads = heads_of(self._config)
         pairs = [self._head_matrices(start, names, head) for head in range(heads)]
-        own = WEIGHT_I8 if self._kind == WEIGHT_U4 else self._kind  # few of a model's weights, and each meets all keys
+        own = WEIGHT_I8 if self._kind == WEIGHT_U4 else self._kind  # these weights are few, and affect all scores
         meet, give = ((Linear * heads)(*(self._pack([pair[i]], [None], kind=own) for pair in pairs)) for i in (0, 1))
         struct = Latent(
             queries=self.linear([start + to_queries]) if names.query_rank else Linear(),
@@ -214,11 +215,11 @@ class LayerLoader:
             value_dim=names.value_dim,
             eps=names.eps,
         )
-        self._held += [meet, give, struct]
+        self._kept_alive += [meet, give, struct]
         layer.latent = ctypes.pointer(struct)
 
     def _head_matrices(self, start: str, names: LatentNames, head: int) -> tuple[StoredTensor, StoredTensor]:
-        """Return the matrix from a head's query to what meets latents, and the one from latents to its value."""
+        """Return the matrix from a head's query to the latents' space, and that from latents to the head's value."""
         heads, keys, values = heads_of(self._config), f"{start}{names.keys}.weight", f"{start}{names.values}.weight"
         if keys in self._source.names():
             by_query = self.tensor(keys, (heads, names.rank, names.plain)).part(head)
@@ -229,7 +230,7 @@ class LayerLoader:
         return _stored(_rows(both, first + key).whole().T), _rows(both, first + value)
 
     def _altup(self, start: str, names: AltUpNames) -> Any:
-        """Return a pointer to the layer's alternating updates; the small linears are float32, as routers are."""
+        """Return a pointer to the layer's alternating updates. The small linears are in float32, as routers are."""
         norm, router = names.router
         left, right, post = names.laurel
         routes = self.tensor(f"{start}{router}.weight").whole() / self._config.hidden_size
@@ -243,15 +244,15 @@ class LayerLoader:
             right=self.linear([start + right]),
             post=self.norm(post, start),
         )
-        self._held.append(struct)
+        self._kept_alive.append(struct)
         return ctypes.pointer(struct)
 
     def merges(self, names: AltUpNames) -> Any:
-        """Return the linears of the last layer's streams; none for the first stream."""
+        """Return the linears of the last layer's streams; the first stream's has no outputs."""
         linears = (Linear * names.streams)()
         for stream in range(1, names.streams):
             linears[stream] = self.linear([names.merge.format(stream - 1)])
-        self._held.append(linears)
+        self._kept_alive.append(linears)
         return linears
 
     def _convolution(self, layer: Layer, start: str, names: ConvolutionNames, kind: int) -> None:
@@ -268,7 +269,7 @@ class LayerLoader:
         channels = _order(names.channels, names.key_heads * names.key_dim * 2 + names.heads * names.value_dim)
         out = self.tensor(f"{begin}{names.out}.weight")
         places = np.arange(names.heads, dtype=np.int32)
-        if out.column_order is not None:  # the file's blocks stay whole; heads write where their columns are
+        if out.column_order is not None:  # keep the file's blocks whole; heads write to the places of their columns
             places = (out.column_order[:: names.value_dim] // names.value_dim).astype(np.int32)
         *inputs, gates = names.inputs
         taps = self.tensor(f"{begin}conv1d.weight").whole()[:, 0][channels]  # [channels, taps]
@@ -298,7 +299,7 @@ class LayerLoader:
             norm_groups=names.norm_groups,
             gate_first=names.gate_first,
         )
-        self._held.append(struct)
+        self._kept_alive.append(struct)
         layer.recurrence = ctypes.pointer(struct)
 
     def _gate_norm(self, begin: str, names: RecurrenceNames) -> Norm:
@@ -327,10 +328,10 @@ class LayerLoader:
             ModelError: the tensor is missing, or its shape differs from the configuration's.
         """
         tensor = self._source.tensor(self._architecture.tensors.stored(name, self._source.names()))
-        expected = shape or self._shapes.get(name, tensor.shape) or (1,)  # a single number has one dimension here
+        expected = shape or self._shapes.get(name, tensor.shape) or (1,)  # here a single number has one dimension
         if (tensor.shape or (1,)) != expected:
             raise ModelError(
-                self._name, f"{name} has the shape {list(tensor.shape)}; config.json asks for {list(expected)}"
+                self._name, f"{name} has the shape {list(tensor.shape)}; config.json needs {list(expected)}"
             )
         return tensor
 
@@ -360,15 +361,15 @@ class LayerLoader:
         return next((factor for end, factor in self._architecture.factors.items() if name.endswith(end)), 1.0)
 
     def table(self, tensor: StoredTensor, scale: float, packed: Linear | None = None) -> Table:
-        """Build a table of embeddings, from the blocks of a head that shares them if there are some."""
+        """Build a table of embeddings, from the blocks of the head `packed` if the head has blocks."""
         kind = stored_kind(self._plain, tensor)
         if kind is None:
-            kind, address = self._plain, self._packer.put(tensor.whole().to(self._dtype))  # read a row at a time
+            kind, address = self._plain, self._packer.put(tensor.whole().to(self._dtype))  # C reads a row at a time
         elif packed is not None and packed.num_parts:
             address = packed.parts[0].weights
         else:
             address = self._packer.blocks(kind, tensor.addresses(), tensor.shape[1], tensor.name)
-        # transformers keeps the scale in the weights' dtype.
+        # transformers rounds the scale to the weights' dtype.
         return Table(address, kind, tensor.shape[1], tensor.shape[0], torch.tensor(scale, dtype=self._dtype).item())
 
     def _qkv(self, names: Sequence[str], layer: Layer, kind: int) -> Linear:
@@ -409,7 +410,7 @@ class LayerLoader:
         if experts.correction is not None:
             correction = self._floats(start + experts.correction)
         own = [self._floats(start + name) for name in experts.own_norms]
-        if own:  # the first one has a factor of its own
+        if own:  # the first norm has an additional factor
             whole = self.tensor(start + experts.own_norms[0]).whole().flatten() * self._config.hidden_size**-0.5
             own[0] = self._packer.put_floats(whole)
         norms = ("router_norm", "input_norm", "sum_norm", "beside_norm")
@@ -435,7 +436,7 @@ class LayerLoader:
             intermediate=experts.intermediate,
             **{name: Norm(address) for name, address in zip(norms, own, strict=False)},
         )
-        self._held += [gate_up, down, struct]
+        self._kept_alive += [gate_up, down, struct]
         return ctypes.pointer(struct)
 
     def _shared_experts(self, start: str, experts: ExpertNames, kind: int) -> list[tuple[Linear, Linear]]:
@@ -458,7 +459,7 @@ class LayerLoader:
         return linears
 
     def _inner(self, matrices: Sequence[StoredTensor], biases: Sequence[torch.Tensor | None]) -> Linear:
-        """Build an expert's gates and ups, or its ups alone."""
+        """Build an expert's gates and ups, or its ups if it has no gates."""
         return self._pack(matrices, biases, interleaved=len(matrices) == 2)
 
     def _single_expert(self, start: str, experts: ExpertNames, index: int, kind: int) -> tuple[Linear, Linear]:
@@ -551,7 +552,7 @@ class LayerLoader:
 
 
 def is_tied(config: Any, source: WeightSource, loader: LayerLoader, architecture: Architecture) -> bool:
-    """Whether the head shares the embedding's weight. As in transformers, a file's own different head is used."""
+    """Return whether the head shares the embedding's weight. As in transformers, a different head in a file is used."""
     tensors = architecture.tensors
     head = tensors.stored(f"{tensors.head}.weight", source.names())
     if not config.tie_word_embeddings or head not in source.names():
@@ -561,12 +562,12 @@ def is_tied(config: Any, source: WeightSource, loader: LayerLoader, architecture
 
 
 def _order(parts: Sequence[range], count: int) -> np.ndarray:
-    """Return the rows that the parts name; all `count` rows if there are no parts."""
+    """Return the rows of the parts; all `count` rows if there are no parts."""
     return np.concatenate([np.arange(part.start, part.stop) for part in parts or (range(count),)])
 
 
 def _heads_placed(gates: SomeRows, places: np.ndarray, size: int) -> SomeRows:
-    """Return the gates' rows, `size` per head, in the order of the heads' outputs."""
+    """Return the gates' rows, `size` rows a head, in the order of the heads' outputs."""
     if np.array_equal(places, np.arange(len(places))):
         return gates
     rows = _order(gates.parts, len(places) * size).reshape(len(places), size)[np.argsort(places)]
@@ -581,7 +582,7 @@ def _rows(tensor: StoredTensor, order: np.ndarray) -> StoredTensor:
 
 def _columns(tensor: StoredTensor, first: int, count: int) -> StoredTensor:
     """Return `count` columns of a matrix, from its own bytes if the columns are whole blocks."""
-    from gguf.constants import GGMLQuantizationType  # here: few models have such experts
+    from gguf.constants import GGMLQuantizationType  # here, because few models have such experts
 
     is_known = tensor.kind in CODE_KINDS or tensor.kind in GGMLQuantizationType.__members__
     start, size = (bytes_per_row(tensor.kind, n) if is_known else None for n in (first, count))

@@ -1,6 +1,6 @@
-"""The C library in ctypes: the constants, structs and functions of abi.h.
+"""Loads the C library with ctypes, and has the constants, structs and functions of abi.h.
 
-NativeMemory is memory that C reads: page-aligned, zeroed, on huge pages where the system has them.
+NativeMemory is memory that C reads: page-aligned, zeroed, and on huge pages if the system has them.
 """
 
 import ctypes
@@ -23,13 +23,13 @@ MAX_ROPES = HEADER.constants["MAX_ROPES"]
 MAX_HEAD_DIM = HEADER.constants["MAX_HEAD_DIM"]
 MAX_STREAMS = HEADER.constants["MAX_STREAMS"]
 
-LORA_QKV, LORA_OUT, LORA_GATE_UP, LORA_DOWN, LORA_PLACES = range(len(HEADER.enums["lora_place"]))
+LORA_PLACES = HEADER.enums["lora_place"].index("LORA_PLACES")  # adapted linears of a layer
 KV_F32, KV_BF16, KV_I8 = range(len(HEADER.enums["kv_kind"]))
 _WEIGHT_KINDS = {name.removeprefix("WEIGHT_"): kind for kind, name in enumerate(HEADER.enums["weight_kind"])}
 WEIGHT_F32, WEIGHT_BF16, WEIGHT_I8, WEIGHT_U4, WEIGHT_I24 = (
     _WEIGHT_KINDS[name] for name in ("F32", "BF16", "I8", "U4", "I24")
 )
-# The types that stay as their file has them; a file's BF16 keeps its bits, and meets float rows.
+# Types that keep the bits of their file; a file's BF16 is multiplied by float rows.
 STORED_KINDS = {
     "BF16" if name == "WIDE" else name: kind for name, kind in _WEIGHT_KINDS.items() if WEIGHT_U4 < kind < WEIGHT_I24
 }
@@ -45,8 +45,8 @@ _STEP_ERRORS = {
     "STEP_KV_LEN": "entry %d has an impossible number of positions",
     "STEP_BLOCK_TABLE": "entry %d has a block table that is too short or names a block outside the pool",
     "STEP_ROW": "logit row %d is not a token of the batch",
-    "STEP_ADAPTER": "token %d has an adapter that is not there",
-    "STEP_NO_MEMORY": "no memory for the step",
+    "STEP_ADAPTER": "token %d has an adapter that is not loaded",
+    "STEP_NO_MEMORY": "there is no memory for the step",
 }
 STEP_ERRORS = tuple(_STEP_ERRORS[name] for name in HEADER.enums["step_error"])
 STEP_NO_MEMORY = STEP_ERRORS.index(_STEP_ERRORS["STEP_NO_MEMORY"])
@@ -54,7 +54,7 @@ STEP_NO_MEMORY = STEP_ERRORS.index(_STEP_ERRORS["STEP_NO_MEMORY"])
 
 @c_struct("part")
 class Part(Structure):
-    """Outputs of a linear that keep their weights in the file's format."""
+    """Some outputs of a linear, with weights in the file's format."""
 
 
 @c_struct("linear")
@@ -64,7 +64,7 @@ class Linear(Structure):
 
 @c_struct("norm")
 class Norm(Structure):
-    """Weights of a norm; without any there is no norm."""
+    """The weights of a norm; without weights there is no norm."""
 
 
 @c_struct("experts")
@@ -99,7 +99,7 @@ class Table(Structure):
 
 @c_struct("pair")
 class Pair(Structure):
-    """The input of a model that predicts for another one."""
+    """The input of a model that predicts for another model."""
 
 
 @c_struct("clusters")
@@ -128,7 +128,7 @@ class Lora(Structure):
 
 
 def open_library(path: Path) -> ctypes.CDLL:
-    """Loads a library that `build_library` made and declares its functions.
+    """Load a library that `build_library` returned, and declare its functions.
 
     Raises:
         NativeUnavailable: the library does not load, or it lacks a function of abi.h.
@@ -143,10 +143,10 @@ def open_library(path: Path) -> ctypes.CDLL:
 
 @lru_cache(maxsize=1)
 def native_library() -> ctypes.CDLL:
-    """The library for this machine, built and loaded at the first call.
+    """Return the library for this machine; the first call builds and loads it.
 
     Raises:
-        NativeUnavailable: it cannot be built or loaded.
+        NativeUnavailable: the library cannot be built or loaded.
     """
     return open_library(build_library())
 
@@ -156,10 +156,10 @@ _LINE_BYTES = 64
 
 
 class NativeMemory:
-    """One allocation, released with the object or by `close`.
+    """One allocation, which is released with the object or by `close`.
 
     Args:
-        library: what `native_library` returned.
+        library: the result of `native_library`.
         size: bytes.
 
     Raises:
@@ -174,11 +174,11 @@ class NativeMemory:
         buffer = (ctypes.c_uint8 * max(size, 1)).from_address(address)
         self.bytes: npt.NDArray[np.uint8] = np.ctypeslib.as_array(buffer)[:size]
         self._release = weakref.finalize(self, library.memory_free, address, size)
-        # At the end of the program a thread may still read it, such as the one that keeps packed weights.
+        # At the end of the program a thread may still read the memory, such as the thread that keeps packed weights.
         self._release.atexit = False
 
     def close(self) -> None:
-        """Releases the memory; `bytes` must not be used any more."""
+        """Release the memory; `bytes` must not be used afterwards."""
         self.bytes = np.empty(0, np.uint8)
         self._release()
 
@@ -187,21 +187,21 @@ class NativeArena:
     """Reserves memory end to end from a few large allocations, and releases it with the object.
 
     Args:
-        library: what `native_library` returned.
+        library: the result of `native_library`.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self._chunks: list[NativeMemory] = []
-        self._sizes: list[int] = []  # bytes in use of each chunk but the last
-        self._start = 0  # of what was handed out last, in the last chunk
-        self._used = 0  # bytes of the last chunk
+        self._sizes: list[int] = []  # bytes in use of each chunk except the last
+        self._start = 0  # the last reservation's first byte in the last chunk
+        self._used = 0  # bytes in use of the last chunk
 
     def reserve(self, size: int) -> tuple[int, npt.NDArray[np.uint8]]:
-        """`size` bytes that start on a cache line of their own.
+        """Reserve `size` bytes from the beginning of a cache line on.
 
         Returns:
-            Their address, and the same memory as [size] uint8.
+            The address of the bytes, and the same memory as [size] uint8.
 
         Raises:
             MemoryError: the system refused.
@@ -219,6 +219,6 @@ class NativeArena:
         self._used = self._start + size + -size % _LINE_BYTES
 
     def parts(self) -> list[npt.NDArray[np.uint8]]:
-        """Return the reserved memory in order, one [size] uint8 per allocation."""
+        """Return the reserved memory in order, one [size] uint8 for each allocation."""
         sizes = [*self._sizes, self._used]
         return [chunk.bytes[:size] for chunk, size in zip(self._chunks, sizes, strict=False)]

@@ -1,4 +1,4 @@
-/* A merged linear, one weight block at a time: choosing the kernel and the rows' format, and finishing the sums. */
+/* Computes a merged linear, one weight block at a time: selects the kernel and the rows' format, and finishes the sums. */
 #include <stdlib.h>
 
 #include "genbatch.h"
@@ -58,14 +58,14 @@ static void part_block(const linear *l, const part *p, int64_t block, const rows
         gemm_stored_block(p->kind, weights, l->k, a, first, count, sums);
 }
 
-/* Gates and ups in two formats: both parts have every block; the first has the gates' half of the columns, the second the
- * ups'. */
+/* Multiplies gates and ups in two formats. Both parts have every block: the first part has the gates' half of the columns, the
+ * second part has the ups' half. */
 static void halves_block(const linear *l, int64_t block, const rows *a, int64_t first, int64_t count, float *sums)
 {
     part_block(l, &l->parts[0], block, a, first, count, sums);
     _Alignas(64) float ups[HALVES_ROWS * COLUMNS];
     for (int64_t from = first, size; from < first + count; from += size) {
-        size = tile_with(a->count, from).size; /* whole tiles, as many as there is room for */
+        size = tile_with(a->count, from).size; /* as many whole tiles as fit `ups` */
         while (from + size < first + count) {
             const int64_t more = tile_with(a->count, from + size).size;
             if (size + more > HALVES_ROWS) break;
@@ -95,7 +95,7 @@ void linear_block(const linear *l, int64_t block, const rows *a, int64_t first, 
     if (l->kind == WEIGHT_U4) gemm_u4_block(l, block, a, first, count, sums);
 }
 
-/* to[i] (+)= from[i]; nearly every block has COLUMNS of them. */
+/* Copies or adds a row: to[i] (+)= from[i]. Nearly every block has rows of COLUMNS. */
 ALWAYS_INLINE void put_row(const bool add, const float *from, int64_t width, float *to)
 {
     if (width == COLUMNS) {

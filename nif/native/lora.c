@@ -1,4 +1,4 @@
-/* Adapters: y += ((x A^T) * scale) B^T, for each row with the matrices of its own adapter.
+/* Adapters: computes y += ((x A^T) * scale) B^T, for each row with the matrices of its own adapter.
  *
  * The rows of a step are sorted by adapter, so that each A is read once for all its rows (lora_shrink). The result has as many
  * elements as the adapter has ranks. B is multiplied and added in float, row by row, when a block of the linear is finished

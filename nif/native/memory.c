@@ -1,4 +1,4 @@
-/* Large zeroed memory on huge pages, and checks of kept weights. Weights and KV blocks are read in order, so fewer pages mean fewer TLB misses. */
+/* Large zeroed memory on huge pages, and checks of kept weights. Huge pages mean fewer TLB misses for weights and KV blocks. */
 #include <errno.h>
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -24,7 +24,7 @@ static int64_t pages_for(int64_t bytes) { return padded(bytes > 0 ? bytes : 1, H
 
 void *memory_allocate(int64_t bytes)
 {
-    /* One page more than needed, so that an aligned part can be kept; the rest is unmapped. */
+    /* Map one page more than needed, and unmap the parts outside an aligned range. */
     int64_t size = pages_for(bytes);
     uint8_t *p = mmap(NULL, (size_t)(size + HUGE_PAGE), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED) return NULL;
@@ -45,7 +45,7 @@ void memory_free(void *p, int64_t bytes)
 
 #endif
 
-/* Linux has it since 5.14, the headers of older systems do not. */
+/* Linux has MADV_POPULATE_READ since 5.14; the headers of older systems lack it. */
 #if defined(__linux__) && !defined(MADV_POPULATE_READ)
 #define MADV_POPULATE_READ 22
 #endif
@@ -55,7 +55,7 @@ int64_t readable(const void *mapped, int64_t bytes)
 #ifdef MADV_POPULATE_READ
     while (madvise((void *)mapped, (size_t)bytes, MADV_POPULATE_READ))
         if (errno == EFAULT || errno == EHWPOISON) return 0;
-        else if (errno != EINTR && errno != EAGAIN) break; /* a kernel without it */
+        else if (errno != EINTR && errno != EAGAIN) break; /* the kernel does not support it */
 #else
     (void)mapped, (void)bytes;
 #endif

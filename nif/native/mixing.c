@@ -1,4 +1,4 @@
-/* The half of a layer in which tokens meet: attention, a short convolution or a recurrence, and the linears around them. */
+/* The half of a layer that mixes tokens: attention, a short convolution or a recurrence, and the linears around them. */
 #include "step.h"
 
 int64_t mixed_width(const model *m, const layer *l)
@@ -47,7 +47,7 @@ static void rope_and_cache_phase(worker *w, const layer *l, const stream *all)
     phase_end(w);
 }
 
-/* Norms all heads' queries as one row, and all heads' keys likewise. */
+/* Norms the queries of all heads as one row, and the keys of all heads as another. */
 static void whole_norm_phase(worker *w, const layer *l, const stream *all)
 {
     engine *e = w->engine;
@@ -93,7 +93,7 @@ static void attention_phase(worker *w, const layer *l, const stream *all, const 
     const family *first = kept->families->lists[l->group];
     int64_t tiles = 0, from, to;
     for (int i = 0; i < families; i++) tiles += family_tiles(&first[i], per_head);
-    /* KV head outermost: families that share a prefix read its blocks one after another, out of L2. */
+    /* The KV head is the outermost index, so that families with a common prefix read its blocks one after another, from L2. */
     int64_t count = tiles * l->num_kv_heads;
     while (claim(w, count, grain_of(w, count), &from, &to)) {
         int64_t tile = from % tiles;

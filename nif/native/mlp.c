@@ -1,6 +1,6 @@
-/* The half of a layer in which each token is alone: an MLP, a mixture of experts, or both.
+/* The half of a layer that treats each token separately: an MLP, a mixture of experts, or both.
  *
- * Experts run as the phases of phases.c do, on rows sorted by expert. */
+ * The phases of experts work as those of phases.c, on rows sorted by expert. */
 #include <string.h>
 
 #include "step.h"
@@ -11,7 +11,7 @@ static rows expert_operand(const engine *e, const linear *l, int64_t start, int6
     return operand_at(e, l, start * e->work.expert_k, count);
 }
 
-/* Norms the experts' input, if the router has a norm of its own. */
+/* Norms the experts' input, if the router has a separate norm. */
 static void norm_phase(worker *w, const norm *n, const float *x, int64_t count)
 {
     const model *m = w->engine->model;
@@ -36,7 +36,7 @@ static void route_phases(worker *w, const layer *l, const float *x, int64_t coun
     while (claim(w, count, grain_of(w, count), &from, &to))
         for (int64_t i = from; i < to; i++) experts_choose(all, c, i);
     phase_end(w);
-    pool_barrier(e->pool); /* no thread still reads the last layer's panels */
+    pool_barrier(e->pool); /* after it, no thread reads the last layer's panels */
     if (w->thread == 0) experts_group(all, c, count, PANEL_TILES);
     pool_barrier(e->pool);
 }
@@ -78,7 +78,7 @@ static void expert_linear_phase(worker *w, const linear *linears, enum finish fi
     phase_end(w);
 }
 
-/* Returns the factor of the residual after the MLP: the layer's, unless the layer's own embeddings follow. */
+/* Returns the factor of the residual after the MLP: the layer's scale, or 1 if the layer's embeddings follow. */
 static float own_scale(const model *m, const layer *l) { return m->layer_width ? 1.0f : l->scale; }
 
 static void expert_join_phase(worker *w, const layer *l, float *x, int64_t count)
@@ -117,7 +117,7 @@ static void xielu_phase(worker *w, const layer *l, int64_t count)
     phase_end(w);
 }
 
-/* Activates the gates and ups of a layer that needs all gates of a row for it. */
+/* Activates the gates and ups of a sparse layer, which needs all gates of a row. */
 static void sparse_phase(worker *w, const layer *l, int64_t count)
 {
     const workspace *work = &w->engine->work;

@@ -46,13 +46,13 @@ from genbatch.nif.native.library import (
 )
 from genbatch.nif.runner import LayerGroup
 
-if TYPE_CHECKING:  # import torch, which a model with kept weights does without
+if TYPE_CHECKING:  # these import torch, which a model with kept weights does not need
     from genbatch.nif.models.loaded_model import Model
     from genbatch.nif.native.layer_loader import LayerLoader
 
 
 QUANTIZE = ("none", "int8", "int4")
-"""The values of the option `quantize` here."""
+"""The values of the option `quantize` for native runners."""
 
 _HEAD_DIM_STEP = 16
 MAX_EXPERT_GROUPS = 64
@@ -67,59 +67,66 @@ def check_supported(model: "Model") -> Architecture:
     config: Any = model.config
     kind = module_shape(model).kind
     if kind not in DESCRIPTIONS:
-        raise NativeUnavailable(f"{kind} is none of the architectures that the kernels know")
+        raise NativeUnavailable(f"{kind} is not one of the architectures that the kernels support")
     if model.device.type != "cpu":
         raise NativeUnavailable(f"the model is on {model.device}, not on the CPU")
     if model.dtype not in ("float32", "bfloat16"):
-        raise NativeUnavailable(f"weights in {model.dtype}; the kernels take float32 and bfloat16")
+        raise NativeUnavailable(f"its weights are in {model.dtype}; the kernels take float32 and bfloat16")
     architecture = DESCRIPTIONS[kind](config)
     if architecture.activation not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
-        raise NativeUnavailable(f"the activation is {architecture.activation}; the kernels compute {known}")
+        raise NativeUnavailable(f"its activation is {architecture.activation}; the kernels compute {known}")
     attends = any(map(architecture.attends, range(config.num_hidden_layers)))
     for head_dim in {shape.key_dim for shape in layer_shapes(config) if shape.value_dim} if attends else ():
         if head_dim % _HEAD_DIM_STEP or head_dim > MAX_HEAD_DIM:
             raise NativeUnavailable(
-                f"heads of {head_dim} elements; the kernels take multiples of {_HEAD_DIM_STEP} up to {MAX_HEAD_DIM}"
+                f"it has heads of {head_dim} elements; the kernels take multiples of {_HEAD_DIM_STEP} up to "
+                f"{MAX_HEAD_DIM}"
             )
     latent = architecture.latent
     if latent is not None and (latent.rank % _HEAD_DIM_STEP or latent.plain % _HEAD_DIM_STEP):
         sizes = f"{latent.rank} elements, by heads of {latent.plain}"
-        raise NativeUnavailable(f"compressed keys of {sizes}; the kernels take multiples of {_HEAD_DIM_STEP}")
+        raise NativeUnavailable(f"it has compressed keys of {sizes}; the kernels take multiples of {_HEAD_DIM_STEP}")
     if config.hidden_size % 2 or widest_mlp(config) % 2:
-        raise NativeUnavailable("hidden and intermediate sizes must be even")
+        raise NativeUnavailable("its hidden size or intermediate size is odd; the kernels take even sizes")
     experts = architecture.experts
     if experts is not None and not 1 <= experts.chosen <= experts.count:
         raise NativeUnavailable(f"a token takes {experts.chosen} of {experts.count} experts")
     if experts is not None and experts.shared_intermediate % experts.intermediate:
         sizes = f"{experts.shared_intermediate} in parts of {experts.intermediate}"
-        raise NativeUnavailable(f"a shared expert of {sizes}, the others' size")
+        raise NativeUnavailable(f"it has a shared expert of {sizes}, the size of the other experts")
     if experts is not None and (experts.groups[0] > MAX_EXPERT_GROUPS or experts.count % experts.groups[0]):
-        raise NativeUnavailable(f"{experts.count} experts in {experts.groups[0]} groups")
+        raise NativeUnavailable(
+            f"it has {experts.count} experts in {experts.groups[0]} groups; the kernels take equal groups, at most "
+            f"{MAX_EXPERT_GROUPS}"
+        )
     recurrence = architecture.recurrence
     if recurrence is not None and (recurrence.key_dim % 2 or recurrence.heads % recurrence.key_heads):
         sizes = f"{recurrence.heads} heads by {recurrence.key_heads} of {recurrence.key_dim} elements"
-        raise NativeUnavailable(f"recurrent layers of {sizes}; keys must be even, and divide the heads")
+        raise NativeUnavailable(
+            f"it has recurrent layers of {sizes}; the elements must be even, and key heads must divide the heads"
+        )
     altup = architecture.altup
     if altup is not None and not 2 <= altup.streams <= MAX_STREAMS:
-        raise NativeUnavailable(f"{altup.streams} streams of the residual; the kernels take 2 to {MAX_STREAMS}")
+        raise NativeUnavailable(f"its residual has {altup.streams} streams; the kernels take 2 to {MAX_STREAMS}")
     if altup is not None and not 0 <= altup.active < altup.streams:
-        raise NativeUnavailable(f"its active stream {altup.active} is none of {altup.streams}")
+        raise NativeUnavailable(f"its active stream is {altup.active}, outside 0 to {altup.streams - 1}")
     if len(model.groups) > MAX_GROUPS:
-        raise NativeUnavailable(f"{len(model.groups)} layer groups; the kernels take {MAX_GROUPS}")
+        raise NativeUnavailable(f"it has {len(model.groups)} layer groups; the kernels take at most {MAX_GROUPS}")
     kinds = rope_kinds(config)
     if "dynamic" in kinds or len(kinds) > MAX_ROPES:
         raise NativeUnavailable(
-            f"rotary embeddings of the types {', '.join(kinds)}; they must not change with the length"
+            f"its rotary embeddings are {', '.join(kinds)}; the kernels take at most {MAX_ROPES}, and they "
+            "must not change with the length"
         )
     if layer_bases(config) and set(kinds) != {"default"}:
-        raise NativeUnavailable(f"rotary bases of the layers' own beside the scaling {kinds[0]}")
-    if getattr(config, "use_bidirectional_attention", False) in (True, "all"):  # "vision": only those of pictures do
-        raise NativeUnavailable("its tokens attend to later ones")
+        raise NativeUnavailable(f"its layers have different rotary bases and the scaling {kinds[0]}")
+    if getattr(config, "use_bidirectional_attention", False) in (True, "all"):  # with "vision" only pictures' tokens do
+        raise NativeUnavailable("its tokens attend to later tokens")
     assistant = architecture.assistant
     if assistant is not None and assistant.clusters and model.vocab_size % (COLUMNS * assistant.clusters):
         sizes = f"{assistant.clusters} clusters of {model.vocab_size} tokens"
-        raise NativeUnavailable(f"{sizes}; the kernels take clusters of one size, a multiple of {COLUMNS}")
+        raise NativeUnavailable(f"it has {sizes}; the kernels take clusters of one size, a multiple of {COLUMNS}")
     if assistant is not None and assistant.chosen > assistant.clusters:
         raise NativeUnavailable(f"a row takes {assistant.chosen} of {assistant.clusters} clusters")
     if model.shape is None:
@@ -128,7 +135,7 @@ def check_supported(model: "Model") -> Architecture:
 
 
 def _check_linears(model: "Model") -> None:
-    """Raise NativeUnavailable if the model's module has another kind of linears than torch's."""
+    """Raise NativeUnavailable if a linear of the model's module is of another class than torch's."""
     import torch
 
     for name, module in model.hf.named_modules():
@@ -140,26 +147,26 @@ class ModelWeights:
     """The packed weights of a model; they live as long as this object.
 
     Args:
-        model: what `load_model` returned.
-        quantize: "none" keeps the model's dtype; "int8" and "int4" as `native_runner` describes.
-        cache_bytes: the most bytes of all models' packed weights on disk; 0 packs without the disk.
+        model: a model that `load_model` returned.
+        quantize: "none" keeps the model's dtype; `native_runner` describes "int8" and "int4".
+        cache_bytes: most bytes of all models' packed weights on disk; 0 packs without the disk.
         mtp: whether to pack the MTP layer, too.
 
     Attributes:
-        mtp_group: the index of the layer group that has the keys of the MTP layer; None without that layer.
-        assistant: the packed weights of the model that predicts for this one; None without one.
+        mtp_group: the index of the layer group with the keys of the MTP layer; None without an MTP layer.
+        assistant: the packed weights of the model that predicts for this model; None without such a model.
         num_mapped: bytes that are mapped from a file; 0 if the weights were packed.
-        keeping: the thread that writes the packed weights to the disk, if there is one.
+        keeping: the thread that writes the packed weights to the disk; None if no thread does.
 
     Raises:
-        NativeUnavailable: the kernels cannot be built, or do not compute this model.
-        ModelError: the weights lack a tensor, or one has NaN or an infinity.
-        OptionError: `quantize` has no such value, or the model has no MTP layer.
+        NativeUnavailable: the kernels cannot be built, or do not support this model.
+        ModelError: the weights lack a tensor, or a tensor has NaN or an infinity.
+        OptionError: `quantize` does not have this value, or the model has no MTP layer.
     """
 
     def __init__(self, model: "Model", quantize: str = "none", *, cache_bytes: int = 0, mtp: bool = False) -> None:
         if quantize not in QUANTIZE:
-            raise OptionError("quantize", f"{quantize!r} is none of {', '.join(QUANTIZE)}")
+            raise OptionError("quantize", f"{quantize!r} is not one of {', '.join(QUANTIZE)}")
         self.architecture = architecture = check_supported(model)
         self.model = model
         self.library = native_library()
@@ -168,21 +175,21 @@ class ModelWeights:
         self.kind = plain if quantize == "none" else WEIGHT_I8
         config: Any = model.config
         sources = kv_sources(config)
-        self.groups = tuple(_writers(group, sources) for group in model.groups)  # of layers that write keys and values
+        self.groups = tuple(_writers(group, sources) for group in model.groups)  # without layers that write no keys
         self.mtp_group = self._add_mtp(model, architecture) if mtp else None
         self.assistant: ModelWeights | None = None
         self.rope = RopeTables(config, partial=architecture.partial_rotary, max_position=model.max_position)
         self.predictor_rope = self.rope
         self.num_mapped = 0
         self.keeping: Thread | None = None
-        self._held: list[Any] = []
+        self._kept_alive: list[Any] = []
         place = None
         if cache_bytes and model.identity:
             form = f"{model.dtype} {quantize}{' mtp' if mtp else ''}"
             place = kept_place(model.identity, form, self.library)
             kept = open_weights(place, self.library)
             if kept is not None:
-                self.struct, self.num_mapped, self._held = kept.struct, kept.num_bytes, [kept]
+                self.struct, self.num_mapped, self._kept_alive = kept.struct, kept.num_bytes, [kept]
                 self.layers = ctypes.cast(self.struct.layers, ctypes.POINTER(Layer * config.num_hidden_layers)).contents
                 return
         try:
@@ -193,7 +200,7 @@ class ModelWeights:
             self.keeping = keep_in_background(place, self.struct, arena, self.library, cache_bytes)
 
     def _pack(self, model: "Model", architecture: Architecture, plain: int, matrices: int) -> NativeArena:
-        """Pack the weights from the model's files; returns the memory that holds them."""
+        """Pack the weights from the model's files; returns their memory."""
         from genbatch.nif.models.weight_source import ModuleWeights
         from genbatch.nif.native.layer_loader import LayerLoader, is_tied
         from genbatch.nif.native.weights import WeightPacker
@@ -202,13 +209,13 @@ class ModelWeights:
         source = model.weights or ModuleWeights(model.hf)
         packer = WeightPacker(self.library, available_cores())
         loader = LayerLoader(model, architecture, source, packer, matrices)
-        self._held.append(loader)
+        self._kept_alive.append(loader)
         self.layers = layers = (Layer * config.num_hidden_layers)()
         for layer in range(len(layers)):
             layers[layer] = loader.layer(layer)
             layers[layer].rope = rope = self._rope_of(layer, architecture)
             layers[layer].rotary_dim = 0 if rope < 0 else self.rope.rotary_dims[rope]
-            source.release()  # otherwise the file's pages would stay in memory beside the packed weights
+            source.release()  # otherwise the file's pages would stay in memory with the packed weights
         self._group_layers(model.groups, kv_sources(config))
         tensors, assistant = architecture.tensors, architecture.assistant
         tied = model.weights is not None and is_tied(config, source, loader, architecture)
@@ -261,13 +268,13 @@ class ModelWeights:
         return packer.arena
 
     def _tables(self, loader: "LayerLoader", architecture: Architecture, *, tied: bool) -> tuple[Table, Linear, Any]:
-        """Pack the embeddings and the head, and the head's clusters of tokens if it has them."""
+        """Pack the embeddings and the head, and the head's clusters of tokens if it has clusters."""
         from genbatch.nif.native.layer_loader import I8_HEAD_GROUP
 
         tensors, assistant = architecture.tensors, architecture.assistant
         embedding = loader.tensor(f"{tensors.embedding}.weight")
         head_name, clusters = tensors.embedding if tied else tensors.head, None
-        # The head has 8 bits where the rest has 4, because it decides between near ties.
+        # With int4 the head has 8 bits, because it decides between near ties.
         if assistant is not None and assistant.clusters:
             head, clusters = loader.clustered(head_name, assistant, I8_HEAD_GROUP, self.kind)
         else:
@@ -277,14 +284,14 @@ class ModelWeights:
         return loader.table(embedding, architecture.embedding_scale, head if tied else None), head, clusters
 
     def _add_mtp(self, model: "Model", architecture: Architecture) -> int:
-        """Add the MTP layer behind the layers of its group; return the group's index.
+        """Add the MTP layer after the layers of its group; return the group's index.
 
         Raises:
             OptionError: the model has no MTP layer that the kernels compute.
         """
         names = architecture.mtp
         if names is None:
-            raise OptionError("draft", f"multi-token heads (MTP) of the family of {model.name} do not run here")
+            raise OptionError("draft", f"multi-token heads (MTP) are not supported for the family of {model.name}")
         if model.weights is None or f"{names.input}.weight" not in model.weights.names():
             raise OptionError("draft", f"the files of {model.name} have no multi-token head (MTP): {names.input}")
         last = _last_attending(model, architecture)
@@ -295,7 +302,7 @@ class ModelWeights:
         return group_id
 
     def _mtp(self, loader: "LayerLoader", architecture: Architecture) -> ModelStruct:
-        """Build the model of the MTP layer: this model with another input, this layer alone and another norm."""
+        """Build the model of the MTP layer: this model with another input, only this layer, and another norm."""
         assert architecture.mtp is not None and self.mtp_group is not None, "the layer has a group"
         last, group = _last_attending(self.model, architecture), self.groups[self.mtp_group]
         layer, pair, final_norm = loader.mtp(architecture.mtp, last)
@@ -303,17 +310,17 @@ class ModelWeights:
         layer.group, layer.window = self.mtp_group, self.layers[last].window
         layer.index_in_group = len(group.layers) - 1
         pair.embedding = self.struct.embedding
-        made = ModelStruct.from_buffer_copy(self.struct)
-        made.num_layers, made.layers, made.final_norm = 1, ctypes.pointer(layer), final_norm
-        made.pair, made.intermediate = ctypes.pointer(pair), _inner_size(layer)
-        self._held += [layer, pair, made]
-        return made
+        predictor = ModelStruct.from_buffer_copy(self.struct)
+        predictor.num_layers, predictor.layers, predictor.final_norm = 1, ctypes.pointer(layer), final_norm
+        predictor.pair, predictor.intermediate = ctypes.pointer(pair), _inner_size(layer)
+        self._kept_alive += [layer, pair, predictor]
+        return predictor
 
     def add_assistant(self, assistant: "ModelWeights") -> None:
         """Let another model predict for this one; its layers read this model's keys and values.
 
         Raises:
-            OptionError: it was not made for this model.
+            OptionError: the other model was not trained for this model.
         """
         read = layers_read(assistant.model, self.model)
         layers = type(assistant.layers).from_buffer_copy(assistant.layers)
@@ -322,12 +329,12 @@ class ModelWeights:
             layer.group, layer.index_in_group, layer.window = theirs.group, theirs.index_in_group, theirs.window
             layer.shares = True
         groups = {layer.group for layer in layers}
-        # The pool keeps the keys that the newest position attended to, which is one more than the next one needs.
+        # The assistant needs one key more than the model's next position: all keys of the newest position.
         self.groups = tuple(
             replace(group, window=group.window + 1) if index in groups and group.window is not None else group
             for index, group in enumerate(self.groups)
         )
-        # Copies: a thread may be writing the packed weights of either model to the disk.
+        # Copy the structs, because a thread may be writing the packed weights of either model to the disk.
         pair = Pair.from_buffer_copy(assistant.struct.pair.contents)
         pair.embedding = self.struct.embedding
         predictor = ModelStruct.from_buffer_copy(assistant.struct)
@@ -335,7 +342,7 @@ class ModelWeights:
         predictor.num_groups = len(self.groups)
         self.struct = ModelStruct.from_buffer_copy(self.struct)
         self.struct.predictor = ctypes.pointer(predictor)
-        self._held += [layers, pair, predictor]
+        self._kept_alive += [layers, pair, predictor]
         self.predictor_rope = RopeTables(
             assistant.model.config, partial=assistant.architecture.partial_rotary, max_position=self.model.max_position
         )
@@ -343,7 +350,7 @@ class ModelWeights:
         self.assistant = assistant
 
     def _group_layers(self, groups: Sequence[LayerGroup], sources: dict[int, int]) -> None:
-        """Tell each layer its place in its group; `sources` is what `kv_sources` returned."""
+        """Set each layer's place in its group; `sources` is the result of `kv_sources`."""
         layers = self.layers
         for group_id, group in enumerate(groups):
             writers = self.groups[group_id].layers
@@ -365,7 +372,7 @@ class ModelWeights:
         struct.inputs_scale, struct.joined_scale = struct.hidden**-0.5, 2**-0.5
 
     def _rope_of(self, layer: int, architecture: Architecture) -> int:
-        """Return the index of a layer's table; -1 for none."""
+        """Return the index of a layer's rotary table; -1 for a layer without one."""
         if layer in architecture.no_rope or not architecture.attends(layer):
             return -1
         config: Any = self.model.config

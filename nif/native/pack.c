@@ -10,7 +10,7 @@
 #define U4_GROUP 32
 #define U4_LEVELS 16
 #define U4_VECTORS (U4_GROUP / VL)
-#define SEARCHED 21 /* grids of 13.5 to 16 steps from end to end */
+#define SEARCHED 21 /* the number of grids, of 13.5 to 16 steps from end to end */
 #define FEWEST_STEPS 13.5f
 #define STEPS_APART 0.125f
 
@@ -37,7 +37,8 @@ void pack_bf16(const float *matrix, int64_t n, int64_t k, int64_t first, int64_t
                     bf16_from_float(at(matrix, n, k, block * COLUMNS + c, i));
 }
 
-/* The scale is rounded first, and weights are rounded to multiples of the rounded scale, so that its rounding adds no error. */
+/* Packs a group. The scale is rounded first, and weights are rounded to multiples of the rounded scale, so that the scale's
+ * rounding adds no error. */
 static void pack_i8_group(const float *w, int64_t count, int64_t group, int64_t c, uint8_t *out)
 {
     float largest = 0;
@@ -66,7 +67,7 @@ void pack_i8(const float *matrix, int64_t n, int64_t k, int64_t group, int64_t f
             }
 }
 
-/* float16 bits of x, rounded to nearest even; x in the range of float16. */
+/* Returns the float16 bits of x, rounded to nearest even; x is in the range of float16. */
 static uint16_t f16_from_float(float x)
 {
     uint32_t bits;
@@ -85,9 +86,9 @@ static float float_from_f16(uint16_t half)
     return vf_from_f16(lanes)[0];
 }
 
-/* Finds the grid with the least squared error, among grids a little finer or coarser than the one from the least to the
- * largest weight; a least-squares line through the codes gives its levels. Large weights count more, as in llama.cpp's
- * K-quants, because large activations meet them more often. */
+/* Finds the grid with the least squared error, among grids a little finer or coarser than the grid from the least to the
+ * largest weight. A least-squares line through the codes gives the grid's levels. Large weights count more, as in llama.cpp's
+ * K-quants, because large activations multiply them more often. */
 static void nearest_grid(const float *w, float low, float high, float *step, float *offset)
 {
     vf x[U4_VECTORS], weight[U4_VECTORS];
@@ -116,7 +117,7 @@ static void nearest_grid(const float *w, float low, float high, float *step, flo
         const double l = vf_sum(sum_l), ll = vf_sum(sum_ll), xl = vf_sum(sum_xl), spread = all_w * ll - l * l;
         if (!(spread > 0)) continue;
         const double slope = (all_w * xl - all_x * l) / spread, start = (ll * all_x - l * xl) / spread;
-        const double explained = slope * xl + start * all_x; /* of the squares; what is left is the error */
+        const double explained = slope * xl + start * all_x; /* the explained part of the squares; the rest is the error */
         if (!(explained > best)) continue;
         best = explained;
         *step = (float)slope;
@@ -124,8 +125,8 @@ static void nearest_grid(const float *w, float low, float high, float *step, flo
     }
 }
 
-/* Finds the grid of one group: from the least to the largest weight, or with `nearest` the best. Returns false if a weight is
- * farther from the grid than `tolerance` times the largest, or if float16 cannot hold the grid. */
+/* Finds the grid of one group: from the least to the largest weight, or with `nearest` the best grid. Returns false if a weight
+ * is farther from the grid than `tolerance` times the largest weight, or if float16 cannot hold the grid. */
 static bool pack_u4_group(const float *w, bool nearest, float tolerance, int64_t c, uint8_t *out)
 {
     float low = w[0], high = w[0];
@@ -152,8 +153,8 @@ static bool pack_u4_group(const float *w, bool nearest, float tolerance, int64_t
     return true;
 }
 
-/* Returns whether every weight lies on a 4-bit grid, or with `nearest` within `tolerance` of one; if not, `out` is partly
- * filled. k is a multiple of 32. */
+/* Packs a matrix to 4 bits. Returns whether every weight lies within `tolerance` of a 4-bit grid (with `nearest` the best grid);
+ * if not, `out` is partly filled. k is a multiple of 32. */
 bool pack_u4(const float *matrix, int64_t n, int64_t k, bool nearest, float tolerance, int64_t first, int64_t end,
              uint8_t *out)
 {

@@ -1,8 +1,8 @@
 /* Packs the blocks of a GGUF file, and the groups that nif/models/quantised_checkpoint.py makes, into the layout of stored.h:
  * a row's block becomes one lane of a unit.
  *
- * Rows come as pointers, so that merged, interleaved and permuted matrices need no copy; a NULL row is zeros. Little endian,
- * as GGUF. */
+ * Rows are given as pointers, so that merged, interleaved and permuted matrices need no copy; a NULL row is zeros. Numbers are
+ * little endian, as in GGUF. */
 #include "genbatch.h"
 #include "simd.h"
 #include "stored.h"
@@ -16,7 +16,7 @@ static uint32_t word(const uint8_t *p)
 
 static void put(uint8_t *out, int at, uint32_t w) { memcpy(out + at * WORDS, &w, 4); }
 
-/* 32 codes whose low 4 bits are those of `bytes`, shifted down by `shift`: the plane of 4 bits. */
+/* Writes the plane of 4 bits for 32 codes: 4 bits of each byte, from bit `shift` on. */
 static void put4(const uint8_t *bytes, int shift, uint8_t *out)
 {
     for (int j = 0; j < 4; j++) {
@@ -25,7 +25,7 @@ static void put4(const uint8_t *bytes, int shift, uint8_t *out)
     }
 }
 
-/* 32 codes in the order of the inputs, two a byte, the first in the low half: the plane of 4 bits. */
+/* Writes the plane of 4 bits for 32 codes in the order of the inputs, two in a byte, the first in the low half. */
 static void put4_pairs(const uint8_t *bytes, uint8_t *out)
 {
     for (int j = 0; j < 4; j++) {
@@ -35,7 +35,7 @@ static void put4_pairs(const uint8_t *bytes, uint8_t *out)
     }
 }
 
-/* 32 codes: 16 in the low nibbles of 16 bytes, 16 in the high ones. */
+/* Writes the plane of 4 bits for 32 codes: the first 16 are in the low nibbles of 16 bytes, the others in the high nibbles. */
 static void put4_halves(const uint8_t *bytes, uint8_t *out)
 {
     for (int j = 0; j < 4; j++) {
@@ -45,7 +45,7 @@ static void put4_halves(const uint8_t *bytes, uint8_t *out)
     }
 }
 
-/* 2 bits of each of 32 bytes, from `shift` on: the plane of 2 bits. */
+/* Writes the plane of 2 bits for 32 codes: 2 bits of each byte, from bit `shift` on. */
 static void put2(const uint8_t *bytes, int shift, uint8_t *out)
 {
     for (int h = 0; h < 2; h++) {
@@ -55,7 +55,7 @@ static void put2(const uint8_t *bytes, int shift, uint8_t *out)
     }
 }
 
-/* Bit `shift` of each of 32 bytes: the plane of 1 bit. */
+/* Writes the plane of 1 bit for 32 codes: bit `shift` of each byte. */
 static void put1(const uint8_t *bytes, int shift, uint8_t *out)
 {
     uint32_t w = 0;
@@ -63,7 +63,7 @@ static void put1(const uint8_t *bytes, int shift, uint8_t *out)
     put(out, 0, w);
 }
 
-/* 32 bits in the order of the inputs: the same plane. */
+/* Writes the plane of 1 bit for 32 bits in the order of the inputs. */
 static void put1_bits(const uint8_t *bytes, uint8_t *out)
 {
     uint32_t bits = word(bytes), w = 0;
@@ -71,7 +71,7 @@ static void put1_bits(const uint8_t *bytes, uint8_t *out)
     put(out, 0, w);
 }
 
-/* The 8 scales and 8 minima of 6 bits of Q4_K and Q5_K. */
+/* Unpacks the 8 scales and 8 minima of 6 bits in a block of Q4_K or Q5_K. */
 static void scales_and_minima(const uint8_t *p, uint8_t *scales, uint8_t *minima)
 {
     for (int i = 0; i < 4; i++) {
@@ -92,10 +92,10 @@ static void put_pattern(const uint8_t *pattern, int count, unsigned signs, int s
     for (int i = 0; i < count; i++) codes[i] = (uint8_t)(pattern[i] | (signs >> i & 1) << sign);
 }
 
-/* Makes eight signs of seven bits: the number of minus signs is even. */
+/* Returns eight signs for seven bits: the number of minus signs is even. */
 static unsigned eight_signs(unsigned seven) { return seven | (unsigned)(__builtin_popcount(seven) & 1) << 7; }
 
-/* Codes of IQ2_XXS, IQ2_XS and IQ2_S: one of three sizes, plus 4 for a negative one; `s`: twice the scale plus 1. */
+/* Unpacks codes of IQ2_XXS, IQ2_XS and IQ2_S: one of three sizes, plus 4 if it is negative; `s`: twice the scale plus 1. */
 static void unpack_iq2(const int kind, const uint8_t *from, const uint8_t *patterns, uint8_t *codes, uint8_t *s)
 {
     for (int i = 0; i < 32; i++) { /* eight inputs */
@@ -118,7 +118,7 @@ static void unpack_iq2(const int kind, const uint8_t *from, const uint8_t *patte
     }
 }
 
-/* Codes of IQ3_XXS and IQ3_S: one of eight sizes, plus 8 for a negative one. */
+/* Unpacks codes of IQ3_XXS and IQ3_S: one of eight sizes, plus 8 if it is negative. */
 static void unpack_iq3(const int kind, const uint8_t *from, const uint8_t *patterns, uint8_t *codes, uint8_t *s)
 {
     for (int i = 0; i < 64; i++) { /* four inputs */
@@ -136,7 +136,7 @@ static void unpack_iq3(const int kind, const uint8_t *from, const uint8_t *patte
     }
 }
 
-/* Codes of IQ1_S: 0, 1 or 2; `n`: the offset times the scale, in eighths. */
+/* Unpacks codes of IQ1_S: 0, 1 or 2; `n`: the offset times the scale, in eighths. */
 static void unpack_iq1_s(const uint8_t *from, const uint8_t *patterns, uint8_t *codes, uint8_t *s, uint8_t *n)
 {
     for (int i = 0; i < 32; i++) {
@@ -148,7 +148,7 @@ static void unpack_iq1_s(const uint8_t *from, const uint8_t *patterns, uint8_t *
     }
 }
 
-/* Codes of IQ1_M, plus 4 if an eighth is subtracted and not added; d is in the high bits of the scales. */
+/* Unpacks codes of IQ1_M, plus 4 if an eighth is subtracted and not added; d is in the high bits of the scales. */
 static void unpack_iq1_m(const uint8_t *from, const uint8_t *patterns, uint8_t *codes, uint8_t *s, uint8_t *d)
 {
     uint16_t half = 0;
@@ -162,7 +162,7 @@ static void unpack_iq1_m(const uint8_t *from, const uint8_t *patterns, uint8_t *
     }
 }
 
-/* Five codes of 0, 1 and 2 a byte: 160 of 32 bytes, 80 of 16, and 16 of 4 bytes with four each. */
+/* Unpacks codes of 0, 1 and 2, five in a byte: 160 from 32 bytes, 80 from 16 bytes, and 16 from 4 bytes with four codes each. */
 static void unpack_tq1(const uint8_t *from, uint8_t *codes)
 {
     static const uint8_t power[5] = {1, 3, 9, 27, 81};
@@ -194,7 +194,7 @@ static void put_codes(const stored_type t, const uint8_t *codes, const uint8_t *
     }
 }
 
-/* NVFP4, of GGUF and of safetensors. A scale of 127 means 0 in GGUF, and nothing is negative. */
+/* Packs a block of NVFP4, from GGUF or from safetensors. In GGUF a scale of 127 means 0, and no scale is negative. */
 static void pack_nvfp4(const int kind, const uint8_t *from, int c, uint8_t *unit)
 {
     const stored_type t = stored_type_of(kind);
@@ -242,7 +242,7 @@ static void pack_patterns(const int kind, const uint8_t *from, const uint8_t *pa
     put_codes(t, codes, s, n, c, unit + head_bytes(t));
 }
 
-/* Packs one block of the file into lane `c` of a unit at `out`; strides are whole lines. */
+/* Packs one block of the file into lane `c` of a unit. */
 static void pack_unit(const int kind, const uint8_t *from, const uint8_t *patterns, int c, uint8_t *unit)
 {
     const stored_type t = stored_type_of(kind);
@@ -377,42 +377,17 @@ static void pack_unit(const int kind, const uint8_t *from, const uint8_t *patter
 
 static int64_t file_block_bytes(int kind)
 {
-    switch (kind) {
-    case WEIGHT_Q4_0:
-    case WEIGHT_IQ4_NL:
-    case WEIGHT_Q1_0:
-    case WEIGHT_Q2_0: return 18;
-    case WEIGHT_Q4_1: return 20;
-    case WEIGHT_Q5_0: return 22;
-    case WEIGHT_Q5_1: return 24;
-    case WEIGHT_Q8_0: return 34;
-    case WEIGHT_Q2_K: return 84;
-    case WEIGHT_Q3_K: return 110;
-    case WEIGHT_Q4_K: return 144;
-    case WEIGHT_Q5_K: return 176;
-    case WEIGHT_Q6_K: return 210;
-    case WEIGHT_G4_32: return 22;
-    case WEIGHT_G4_64: return 38;
-    case WEIGHT_G4_128: return 70;
-    case WEIGHT_G8_32: return 38;
-    case WEIGHT_G8_128: return 134;
-    case WEIGHT_MXFP4: return 17;
-    case WEIGHT_NVFP4: return 36;
-    case WEIGHT_IQ1_S: return 50;
-    case WEIGHT_IQ1_M: return 56;
-    case WEIGHT_IQ2_XXS: return 66;
-    case WEIGHT_IQ2_XS: return 74;
-    case WEIGHT_IQ2_S: return 82;
-    case WEIGHT_IQ3_XXS: return 98;
-    case WEIGHT_IQ3_S: return 110;
-    case WEIGHT_TQ1_0: return 54;
-    case WEIGHT_TQ2_0: return 66;
-    case WEIGHT_N4_32: return 22;
-    case WEIGHT_N4_128: return 76;
-    case WEIGHT_F8_32: return 36;
-    case WEIGHT_F8_128: return 132;
-    default: return 136; /* IQ4_XS */
-    }
+    static const uint8_t bytes[] = {
+        [WEIGHT_Q4_0] = 18, [WEIGHT_IQ4_NL] = 18, [WEIGHT_Q1_0] = 18, [WEIGHT_Q2_0] = 18, [WEIGHT_Q4_1] = 20,
+        [WEIGHT_Q5_0] = 22, [WEIGHT_Q5_1] = 24, [WEIGHT_Q8_0] = 34, [WEIGHT_Q2_K] = 84, [WEIGHT_Q3_K] = 110,
+        [WEIGHT_Q4_K] = 144, [WEIGHT_Q5_K] = 176, [WEIGHT_Q6_K] = 210, [WEIGHT_G4_32] = 22, [WEIGHT_G4_64] = 38,
+        [WEIGHT_G4_128] = 70, [WEIGHT_G8_32] = 38, [WEIGHT_G8_128] = 134, [WEIGHT_MXFP4] = 17,
+        [WEIGHT_NVFP4] = 36, [WEIGHT_IQ1_S] = 50, [WEIGHT_IQ1_M] = 56, [WEIGHT_IQ2_XXS] = 66,
+        [WEIGHT_IQ2_XS] = 74, [WEIGHT_IQ2_S] = 82, [WEIGHT_IQ3_XXS] = 98, [WEIGHT_IQ3_S] = 110,
+        [WEIGHT_TQ1_0] = 54, [WEIGHT_TQ2_0] = 66, [WEIGHT_N4_32] = 22, [WEIGHT_N4_128] = 76,
+        [WEIGHT_F8_32] = 36, [WEIGHT_F8_128] = 132, [WEIGHT_IQ4_XS] = 136,
+    };
+    return bytes[kind];
 }
 
 static bool is_finite16(const uint8_t *p, uint16_t exponent)
@@ -426,9 +401,9 @@ static bool is_finite16(const uint8_t *p, uint16_t exponent)
 #define EXPONENT_BF16 0x7f80u
 #define EXPONENT_F32 0x7f800000u
 
-#define LARGEST_E8M0 252 /* 2^125: times the largest code it is the last that a float holds */
+#define LARGEST_E8M0 252 /* 2^125: the largest scale for which a float can hold its product with the largest code */
 
-/* Of FP8, in the codes or in the scales of NVFP4. */
+/* Returns whether no FP8 number of lane `c` is NaN, in the codes or in the scales of NVFP4. */
 static bool has_no_nan(const stored_type t, const uint8_t *unit, int c)
 {
     const int scales = scale_bytes(t), size = scales + code_bytes(t);
@@ -456,7 +431,8 @@ static bool unit_is_finite(const stored_type t, const uint8_t *unit, int c)
 
 /* Fills the blocks [first, end) from rows [n] of k inputs; `out` is zeroed memory that begins with block 0. Returns false if a
  * scale, or a float of 16 or 8 bits, is NaN or infinite. `patterns`: for IQ1, IQ2 and IQ3 each pattern's codes, a byte each. */
-bool pack_stored(int kind, const uint8_t *patterns, const uint8_t *const *rows, int64_t n, int64_t k, int64_t first, int64_t end, uint8_t *out)
+bool pack_stored(int kind, const uint8_t *patterns, const uint8_t *const *rows, int64_t n, int64_t k, int64_t first,
+                 int64_t end, uint8_t *out)
 {
     const stored_type t = stored_type_of(kind);
     const int64_t units = k / t.unit, size = unit_bytes(t), from_bytes = t.bits == 16 ? 2 : file_block_bytes(kind);

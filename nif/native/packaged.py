@@ -1,9 +1,7 @@
-"""The wheel's compiled kernels: one library for each kind of CPU, chosen by the CPU's flags.
+"""Finds the wheel's compiled kernels: one library for each kind of CPU, by the CPU's flags.
 
-`make wheel` compiles them (tests/wheel_kernels.py).
-
-A library's name has a digest of the C sources, so a library never runs with the Python code of other sources. A machine
-without a matching library compiles its own.
+`make wheel` compiles them (tests/wheel_kernels.py). A library's name has a digest of the C sources, so a library never
+runs with the Python code of other sources. A machine without a matching library compiles its own.
 """
 
 import hashlib
@@ -26,8 +24,8 @@ class Level:
     Args:
         name: the level's part of the file name.
         flags: the compiler's flags.
-        needs: the flags that /proc/cpuinfo lists on such a CPU.
-        vendor: the CPU's vendor, if only its CPUs gain from the flags.
+        needs: the flags of such a CPU in /proc/cpuinfo.
+        vendor: the CPU's vendor, if only this vendor's CPUs gain from the flags.
     """
 
     name: str
@@ -55,7 +53,7 @@ LEVELS: dict[str, tuple[Level, ...]] = {
         Level("arm", ("-mcpu=generic",), ("asimd",)),
     ),
 }
-"""The kinds that the C code distinguishes on each kind of machine, the fastest first."""
+"""By machine, the kinds of CPUs that the C code distinguishes, the fastest first."""
 
 
 def level_of(cpu: str, machine: str) -> Level | None:
@@ -63,7 +61,7 @@ def level_of(cpu: str, machine: str) -> Level | None:
 
     Args:
         cpu: lines of /proc/cpuinfo.
-        machine: a key of `LEVELS`; there are no libraries for others.
+        machine: a key of `LEVELS`; other machines have no libraries.
     """
     words = set(cpu.split())
     return next(

@@ -1,5 +1,5 @@
-/* The phases that every part of a layer uses: claims of units, the rows of a linear, the linear itself, and adding to the
- * residual. */
+/* The phases that every part of a layer uses: claims of units, the rows of a linear, the linear itself, and the addition to
+ * the residual. */
 #include <assert.h>
 #include <string.h>
 
@@ -22,7 +22,7 @@ void phase_end(worker *w)
     assert(w->phase < w->engine->num_phases);
 }
 
-/* Returns the units of a claim. 8 claims a thread balance the load, and are long enough to stream weights. */
+/* Returns the units of a claim. 8 claims for each thread balance the load, and are long enough to stream weights. */
 int64_t grain_of(const worker *w, int64_t count)
 {
     int64_t grain = count / (8 * pool_size(w->engine->pool));
@@ -38,7 +38,7 @@ rows operand_at(const engine *e, const linear *l, int64_t at, int64_t count)
 
 /* A unit of work is a tile and a segment of its inputs. The rows of a tile are interleaved, so threads that wrote different
  * rows of one tile would share cache lines. There are enough segments to give every thread equal work. Each unit reads the
- * whole row for the norm's factors, which costs little beside the writes. */
+ * whole row for the norm's factors, which takes little time compared with the writes. */
 int64_t segments_for(const worker *w, int64_t tiles, const linear *l, int64_t *length)
 {
     const int64_t threads = pool_size(w->engine->pool), whole = l->group * ((64 + l->group - 1) / l->group);

@@ -1,9 +1,9 @@
 /* Recurrent layers: gated delta nets and Mamba 2, head by head and block by block.
  *
- * A block holds, as floats, the layer's inputs of each position, then each head's state at the end of the block. A token is
+ * A block has, as floats, the layer's inputs of each position, then each head's state at the end of the block. A token is
  * computed from the state at the end of the previous block and from the inputs of its own block, in order. So its bits depend
- * neither on prompt chunks nor on the batch. A state is [value_dim / PANEL][key_dim][PANEL], padded with zeros, so that one
- * panel stays in the L1 cache during the tokens of a block. */
+ * neither on prompt chunks nor on the batch. A state is [value_dim / PANEL][key_dim][PANEL], padded with zeros. One panel
+ * stays in the L1 cache during the tokens of a block. */
 #include <math.h>
 
 #include "genbatch.h"
@@ -11,11 +11,11 @@
 
 #define PANEL 32 /* values */
 #define VECTORS (PANEL / VL)
-#define KEYS (VECTORS < 4 ? 4 : 2) /* at once, so that eight sums are under way */
+#define KEYS (VECTORS < 4 ? 4 : 2) /* keys at a time, so that eight sums are in flight */
 #define RUN 16 /* tokens that are prepared together */
-#define MOST_HEADS 4 /* that share the convolutions of their query and key */
+#define MOST_HEADS 4 /* heads that share the convolutions of their query and key */
 #define LEAST_SQUARE 1e-6f
-#define LINEAR_FROM 20.0f /* softplus(x) is x from here on, as in torch */
+#define LINEAR_FROM 20.0f /* from this number on softplus(x) is x, as in torch */
 
 static int64_t keys_of(const recurrence *r) { return padded(r->key_dim, 16); }
 static int64_t values_of(const recurrence *r) { return padded(r->value_dim, PANEL); }
@@ -66,9 +66,9 @@ ALWAYS_INLINE vf load_some(const float *p, int64_t count)
     return x;
 }
 
-/* The convolution of `count` channels and SiLU; `out` has room for a multiple of 16, the rest is zeros.
+/* Computes the convolution of `count` channels and SiLU; `out` has room for a multiple of 16 and is padded with zeros.
  *
- * inputs: of each tap; NULL before the text begins, where they are zeros. */
+ * inputs: the inputs of each tap; NULL for positions before the text, where inputs are zeros. */
 static void convolve(const recurrence *r, const float *const *inputs, int64_t channel, int64_t count, float *out)
 {
     for (int64_t i = 0; i < padded(count, 16); i += VL) {
@@ -94,7 +94,7 @@ static void normalise(float *x, int64_t padded_count, float scale)
     for (int64_t i = 0; i < padded_count; i += VL) vf_store(x + i, vf_load(x + i) * factor);
 }
 
-/* One head's inputs of a token; no query if the token's output is known. */
+/* One head's inputs for a token; query is NULL if the token's output is not needed. */
 typedef struct {
     const float *query, *key;
     float *value, decay, strength;
@@ -102,7 +102,7 @@ typedef struct {
 
 static float softplus(float x) { return x > LINEAR_FROM ? x : log1pf(expf(x)); }
 
-/* Computes the inputs of neighbouring heads, of which `all` has one moment each. */
+/* Computes the inputs of neighbouring heads; `all` has one moment for each head. `asks`: whether the output is needed. */
 static void prepare(const cache *c, const recurrence *r, const int32_t *table, int64_t position, int head, int heads,
                     bool asks, float *row, moment *all)
 {
@@ -153,7 +153,7 @@ ALWAYS_INLINE void recall(const float *state, const float *key, int64_t key_dim,
     add_up(sums, found);
 }
 
-/* Decays a panel of the state and adds key x added. If it `asks`, `found` becomes the panel times the query. */
+/* Decays a panel of the state and adds key x added. If `asks`, `found` becomes the panel times the query. */
 ALWAYS_INLINE void advance(float *state, const moment *m, const vf added[VECTORS], int64_t key_dim, bool asks,
                            vf found[VECTORS])
 {

@@ -5,7 +5,7 @@
 #include "simd.h"
 #include "tiles.h"
 
-#define MAX_GROUP 256 /* inputs; also what keeps 128 x 127 x group below 2^22, see INTEGER_ZERO */
+#define MAX_GROUP 256 /* inputs; keeps 128 x 127 x group below 2^22, see INTEGER_ZERO */
 
 float mean_square(const float *x, int64_t size)
 {
@@ -122,7 +122,7 @@ void rope(const model *m, const layer *l, const step *s, float *head, const norm
     for (int i = 0; i < l->key_dim; i++) head[i] *= scale;
 }
 
-/* Returns the norm of one head: shared by all heads, its own, or none if the whole row was normed before. */
+/* Returns the norm of one head: the norm of all heads, or the head's own; no norm if the whole row was normed before. */
 norm head_norm(const model *m, const norm *n, int head, int head_dim)
 {
     if (m->qk_norm == QK_WHOLE) return (norm){NULL, NULL};
@@ -148,7 +148,7 @@ ALWAYS_INLINE group_factors put_group(const float *x, const int64_t group, int8_
     vf largest = {0};
     for (int64_t i = 0; i < group; i += VL) largest = vf_max(largest, vf_abs(vf_load(x + i)));
     float scale = coarse_above(vf_largest(largest) / 127.0f);
-    /* Below this the reciprocal overflows; such activations count as zero. */
+    /* Below this limit the reciprocal overflows; such activations count as zero. */
     float inverse = scale > 1e-37f ? 1.0f / scale : 0.0f;
     vi sum = {0};
     for (int64_t i = 0; i < group; i += VL) {
@@ -169,7 +169,7 @@ ALWAYS_INLINE void put_groups(const rows *out, tile_place at, int64_t r, const f
         float part[MAX_GROUP];
         int8_t integers[MAX_GROUP];
         const float *p = x + g;
-        if (size - g < group) { /* what pads the last input counts as zeros */
+        if (size - g < group) { /* inputs after the last one count as zeros */
             memset(part, 0, (size_t)group * sizeof(float));
             if (size > g) memcpy(part, p, (size_t)(size - g) * sizeof(float));
             p = part;
@@ -188,7 +188,7 @@ static void put_int8(const rows *out, tile_place at, int64_t r, const float *x, 
     }
 }
 
-/* For exponents from -126 to 127. */
+/* Returns 2^exponent for exponents from -126 to 127. */
 static float power_of_two(int exponent)
 {
     const int32_t bits = (exponent + 127) << 23;
@@ -202,19 +202,19 @@ ALWAYS_INLINE digit_factors put_digit_group(const float *x, const int64_t group,
 {
     vi largest = {0};
     for (int64_t i = 0; i < group; i += VL) largest = vi_max(largest, (vi)vf_abs(vf_load(x + i)));
-    const int32_t bits = vi_largest(largest); /* has the order of the floats, with infinities and NaN above all */
+    const int32_t bits = vi_largest(largest); /* bits order like the floats, with infinities and NaN above all */
     float top;
     memcpy(&top, &bits, 4);
-    if (bits >= 0x7f800000) { /* its products become NaN */
+    if (bits >= 0x7f800000) { /* the group's products become NaN */
         memset(out, 0, (size_t)(DIGITS * group));
         return (digit_factors){NAN, NAN, {0}};
     }
-    /* With some room, so that a carry cannot raise the highest digit to 128. */
+    /* Leave some room, so that a carry cannot raise the highest digit to 128. */
     top *= 1.0078125f;
     int32_t exponent;
     memcpy(&exponent, &top, 4);
     exponent = (exponent >> 23) - 127;
-    if (exponent < -100) exponent = -100; /* less than 2^-122 counts as zero */
+    if (exponent < -100) exponent = -100; /* numbers below 2^-122 count as zero */
     const float scale = power_of_two(exponent - 22), inverse = power_of_two(22 - exponent);
     vi sums[DIGITS] = {{0}};
     for (int64_t i = 0; i < group; i += VL) {
@@ -250,7 +250,7 @@ ALWAYS_INLINE void put_digit_groups(const rows *out, tile_place at, int64_t r, c
     }
 }
 
-/* Whole groups: blocks of a file hold 32 inputs. */
+/* Writes whole groups, because blocks of a file have at least 32 inputs. */
 static void put_digits(const rows *out, tile_place at, int64_t r, const float *x, int64_t from, int64_t to)
 {
     if (out->k / out->groups == 16)
@@ -294,7 +294,7 @@ void rows_put(int kind, const rows *out, int64_t row, const float *x, int64_t si
 
 /* Activations */
 
-/* Absolute error below 2e-7 (Abramowitz and Stegun 7.1.26). */
+/* Computes erf(x) with an absolute error below 2e-7 (Abramowitz and Stegun 7.1.26). */
 ALWAYS_INLINE vf vf_erf(vf x)
 {
     vf size = vf_abs(x), t = 1.0f / (size * 0.3275911f + 1.0f);

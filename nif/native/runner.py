@@ -1,4 +1,4 @@
-"""NativeRunner: models of the Llama family on the CPU, a whole step in one call into C.
+"""NativeRunner: runs models on the CPU, with one call into C for a whole step.
 
 runner = native_runner(load_model("smollm2"), quantize="int8")
 """
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 _WEIGHT_NAMES = {WEIGHT_F32: "float32", WEIGHT_BF16: "bfloat16"}
 _KV_KINDS = {"float32": KV_F32, "bfloat16": KV_BF16, "int8": KV_I8}
 _KV_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
-_KV_DTYPES = {WEIGHT_F32: "float32", WEIGHT_BF16: "bfloat16", WEIGHT_I8: "int8"}  # unless one is named
+_KV_DTYPES = {WEIGHT_F32: "float32", WEIGHT_BF16: "bfloat16", WEIGHT_I8: "int8"}  # the defaults
 _KEY_LANES = 16  # scores per vector; a block's keys are padded to a multiple
 _HUGE_PAGE, _SMALL_PAGE = 1 << 21, 1 << 12
-_FACTOR_BYTES = 12  # bytes of factors per token in 8 bits: see attention_int8.c
+_FACTOR_BYTES = 12  # bytes of a token's factors in 8 bits: see attention_int8.c
 _LARGEST = HEADER.dtype("largest")
 
 
@@ -68,14 +68,13 @@ def native_runner(
 
     Raises:
         NativeUnavailable: this machine or this model is not supported; the reason is for a log line.
-        OptionError: an option has no such value.
+        OptionError: an option does not have this value.
     """
     return NativeRunner(ModelWeights(model, quantize), kv_dtype=kv_dtype, n_threads=n_threads)
 
 
 class NativeRunner:
-    """Runs steps in C. Implements `Runner`, `AdaptingRunner`, `InvariantRunner`, `KnowsStep`,
-    `HoldsMemory`, `PredictingRunner` and `ReadsBlocks`.
+    """Runs steps in C. Implements all runner interfaces in `nif/runner.py` but those of GPUs and encoders.
 
     A row's logits depend only on its own sequence, bit for bit. The rest of the batch, the row's place in the batch,
     the prompt's chunks and the number of threads change nothing.
@@ -86,14 +85,14 @@ class NativeRunner:
         n_threads: threads of a step; None means the cores that this process may use.
 
     Raises:
-        OptionError: an option has no such value.
+        OptionError: an option does not have this value.
     """
 
     rows_are_invariant: Literal[True] = True
 
     def __init__(self, weights: ModelWeights, *, kv_dtype: str | None = None, n_threads: int | None = None) -> None:
         if kv_dtype is not None and kv_dtype not in _KV_KINDS:
-            raise OptionError("kv_dtype", f"{kv_dtype} is none of {', '.join(_KV_KINDS)}")
+            raise OptionError("kv_dtype", f"{kv_dtype} is not one of {', '.join(_KV_KINDS)}")
         if n_threads is not None and n_threads < 1:
             raise OptionError("n_threads", f"must be at least 1, not {n_threads}")
         self._n_threads = n_threads or available_cores()
@@ -118,7 +117,7 @@ class NativeRunner:
         self._adapters: dict[int, AdapterWeights] = {}  # by handle
 
     def bytes_per_block(self, group: int, block_size: int) -> int:
-        """Bytes of KV that one block of `group` takes, all the group's layers together."""
+        """Return the bytes of KV in one block of `group`, over all the group's layers."""
         return len(self.groups[group].layers) * self._layer_bytes(group, block_size)
 
     def own_bytes(self, num_sequences: int, block_size: int) -> int:
@@ -128,14 +127,14 @@ class NativeRunner:
     def step_bytes(self, num_tokens: int, num_sequences: int) -> int:
         """See `KnowsStep`."""
         rows = {"num_rows": num_tokens, "num_logit_rows": num_tokens}
-        # Of `best` only whether it is there is read.
+        # C only reads whether `best` is NULL.
         step = Step(num_tokens=num_tokens, num_entries=num_sequences, **rows, best=1)
         models = [self._shape, self._shape.predictor.contents] if self.predicts else [self._shape]
         sizes = [self._library.step_bytes(ctypes.byref(each), ctypes.byref(step), self._n_threads) for each in models]
         return int(max(sizes)) + 2 * self.predicts * num_tokens * self.hidden_size * 4
 
     def allocate(self, num_blocks: Sequence[int], block_size: int) -> None:
-        """Makes the KV pool: `num_blocks[g]` zeroed blocks for group g."""
+        """Allocate the KV pool: `num_blocks[g]` zeroed blocks for group g."""
         assert self._caches is None, "allocate is called once"
         caches = (Cache * len(self.groups))()
         for i, (group, count) in enumerate(zip(self.groups, num_blocks, strict=True)):
@@ -160,59 +159,58 @@ class NativeRunner:
         self._engine = self._library.engine_create(ctypes.byref(self._shape), caches, self._n_threads)
         if not self._engine:
             raise MemoryError("cannot allocate the native engine")
-        # A runner that was not closed stops its threads once it is garbage. At a program's end a step may still run.
+        # Garbage collection stops the threads of a runner that was not closed. At a program's end a step may still run.
         self._destroy = weakref.finalize(self, self._library.engine_destroy, self._engine)
         self._destroy.atexit = False
 
     def reserve(self, num_tokens: int, num_sequences: int) -> None:
         """See `KnowsStep`."""
-        assert self._engine is not None, "the buffers are the engine's"
+        assert self._engine is not None, "the buffers belong to the engine"
         if not self._library.engine_reserve(self._engine, self.step_bytes(num_tokens, num_sequences)):
             raise MemoryError(STEP_ERRORS[STEP_NO_MEMORY])
 
     def forward(self, batch: RaggedBatch) -> npt.NDArray[np.float32]:
-        """Writes the batch's keys and values to its slots and returns logits [R, vocab_size] float32.
+        """Write the batch's keys and values to its slots; returns logits [R, vocab_size] float32.
 
         Raises:
             BatchError: a token, slot, position or block is out of range; nothing was written.
-            MemoryError: no room for the step's activations.
+            MemoryError: there is no memory for the step's activations.
         """
         logits = np.empty((batch.logit_rows.size, self.vocab_size), np.float32)
         self._run(batch, logits, None)
         return logits
 
     def forward_largest(
-        self, batch: RaggedBatch, *, with_logits: bool
+        self, batch: RaggedBatch, *, with_logits: bool, **rows: npt.NDArray[Any]
     ) -> tuple[npt.NDArray[np.float32] | None, Largest]:
-        """Run `forward`; returns logits (None without `with_logits`) and each row's largest, lowest id among equals."""
-        return self._chosen(batch, with_logits=with_logits)
+        """Run `forward`; returns logits (None without `with_logits`) and each row's largest, lowest id among equals.
+
+        Args:
+            rows: keyword arguments of `_run`.
+        """
+        count = batch.logit_rows.size
+        logits = np.empty((count, self.vocab_size), np.float32) if with_logits else None
+        best = np.empty(count, _LARGEST)
+        self._run(batch, logits, best, **rows)
+        return logits, Largest(best["value"], best["column"])
 
     def forward_states(
         self, batch: RaggedBatch, tokens: npt.NDArray[np.int64], *, with_logits: bool
     ) -> tuple[npt.NDArray[np.float32] | None, Largest, npt.NDArray[np.float32]]:
         """See `PredictingRunner`."""
         rows = np.concatenate((batch.logit_rows, np.setdiff1d(tokens, batch.logit_rows)))
-        found = np.empty((rows.size, self.hidden_size), np.float32)
-        logits, largest = self._chosen(batch, with_logits=with_logits, rows=rows, states_out=found)
+        states = np.empty((rows.size, self.hidden_size), np.float32)
+        logits, largest = self.forward_largest(batch, with_logits=with_logits, rows=rows, states_out=states)
         place = np.empty(batch.input_ids.size, np.int64)
         place[rows] = np.arange(rows.size)
-        return logits, largest, found[place[tokens]]
+        return logits, largest, states[place[tokens]]
 
     def predict(
         self, batch: RaggedBatch, states: npt.NDArray[np.float32], *, with_logits: bool
     ) -> tuple[npt.NDArray[np.float32] | None, Largest, npt.NDArray[np.float32]]:
         """See `PredictingRunner`."""
-        found = np.empty((batch.logit_rows.size, self.hidden_size), np.float32)
-        return *self._chosen(batch, with_logits=with_logits, states=states, states_out=found), found
-
-    def _chosen(
-        self, batch: RaggedBatch, *, with_logits: bool, **rows: npt.NDArray[Any]
-    ) -> tuple[npt.NDArray[np.float32] | None, Largest]:
-        count = batch.logit_rows.size
-        logits = np.empty((count, self.vocab_size), np.float32) if with_logits else None
-        best = np.empty(count, _LARGEST)
-        self._run(batch, logits, best, **rows)
-        return logits, Largest(best["value"], best["column"])
+        out = np.empty((batch.logit_rows.size, self.hidden_size), np.float32)
+        return *self.forward_largest(batch, with_logits=with_logits, states=states, states_out=out), out
 
     def _run(
         self,
@@ -227,39 +225,40 @@ class NativeRunner:
         """Run the step in C; raises the errors of `forward`.
 
         Args:
-            rows: the tokens that go on after the last layer's keys; those with logits come first. None: those alone.
-            states: what the predictor reads; None runs the model.
-            states_out: receives the rows in front of the head, or what the predictor's next row is made of.
+            rows: the tokens that run on after the last layer's keys; tokens with logits come first. None means only the
+                tokens with logits.
+            states: the predictor's inputs; None runs the model.
+            states_out: receives the head's inputs, or the predictor's states for its next row.
         """
         assert self._engine is not None, "forward needs a pool"
         rows = batch.logit_rows if rows is None else rows
         rope = self._rope if states is None else self._weights.predictor_rope
-        tables = rope.up_to(batch.max_kv_len + 1)  # an assistant's position is behind its keys
+        tables = rope.up_to(batch.max_kv_len + 1)  # an assistant's position is one after its last key
         _check_sizes(batch, len(self.groups))
-        held = _Held()
+        arrays = _KeptArrays()
         step = Step(
             num_tokens=batch.input_ids.size,
             num_entries=batch.kv_lens.size,
             num_rows=rows.size,
             num_logit_rows=batch.logit_rows.size,
             num_positions=len(tables[0].cosines),
-            input_ids=held.address(batch.input_ids, np.int64),
-            positions=held.address(batch.positions, np.int64),
-            query_starts=held.address(batch.query_starts, np.int32),
-            kv_lens=held.address(batch.kv_lens, np.int32),
-            rows=held.address(rows, np.int64),
+            input_ids=arrays.address(batch.input_ids, np.int64),
+            positions=arrays.address(batch.positions, np.int64),
+            query_starts=arrays.address(batch.query_starts, np.int32),
+            kv_lens=arrays.address(batch.kv_lens, np.int32),
+            rows=arrays.address(rows, np.int64),
             logits=None if logits is None else logits.ctypes.data,
             best=None if best is None else best.ctypes.data,
-            states=None if states is None else held.address(states, np.float32),
+            states=None if states is None else arrays.address(states, np.float32),
             states_out=None if states_out is None else states_out.ctypes.data,
         )
         if batch.adapters is not None:
-            self._name_adapters(step, batch.adapters, held)
+            self._name_adapters(step, batch.adapters, arrays)
         for i, table in enumerate(tables):
             step.cosines[i], step.sines[i] = table.cosines.ctypes.data, table.sines.ctypes.data
         for i in range(len(self.groups)):
-            step.slots[i] = held.address(batch.slots[i], np.int64)
-            step.block_tables[i] = held.address(batch.block_tables[i], np.int32)
+            step.slots[i] = arrays.address(batch.slots[i], np.int64)
+            step.block_tables[i] = arrays.address(batch.block_tables[i], np.int32)
             step.table_width[i] = batch.block_tables[i].shape[1]
         where = ctypes.c_int64()
         error = self._library.engine_step(self._engine, ctypes.byref(step), ctypes.byref(where))
@@ -281,18 +280,18 @@ class NativeRunner:
         """See `AdaptingRunner`."""
         del self._adapters[adapter.handle]
 
-    def _name_adapters(self, step: Step, adapters: npt.NDArray[np.int64], held: "_Held") -> None:
+    def _name_adapters(self, step: Step, adapters: npt.NDArray[np.int64], arrays: "_KeptArrays") -> None:
         """Set each token's adapter in the step, as an index into the step's adapters."""
         handles, places = np.unique(adapters, return_inverse=True)
         named = [self._adapters[handle] for handle in handles.tolist() if handle]
         owners = places - int(handles[0] == 0)
         addresses = np.array([adapter.address for adapter in named], np.int64)
         step.num_adapters, step.lora_ranks = len(named), max(adapter.most_ranks for adapter in named)
-        step.adapters = held.address(addresses, np.int64)
-        step.adapter_of = held.address(owners, np.int32)
+        step.adapters = arrays.address(addresses, np.int64)
+        step.adapter_of = arrays.address(owners, np.int32)
 
     def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies whole blocks (source, destination); every source is read before any block is written."""
+        """Copy whole blocks (source, destination); every source is read before any block is written."""
         if pairs:
             sources, destinations = (list(ids) for ids in zip(*pairs, strict=True))
             blocks = self._blocks(group)
@@ -319,10 +318,10 @@ class NativeRunner:
         into = self._blocks(group)
         into[:, list(blocks)] = np.asarray(content).reshape(len(blocks), *into.shape[::2]).transpose(1, 0, 2)
         if group == self.mtp_group:
-            self.predicted[list(blocks)] = True  # as far as anyone knows
+            self.predicted[list(blocks)] = True  # this is unknown, so assume it
 
     def close(self) -> None:
-        """Stops the threads and releases the KV pool; the weights stay for the next runner."""
+        """Stop the threads and release the KV pool; the weights stay for the next runner."""
         if self._engine is not None:
             self._destroy()
             self._engine = None
@@ -342,7 +341,7 @@ class NativeRunner:
         return int(layer.num_kv_heads * (self._key_bytes(group, block_size) + values))
 
     def _key_bytes(self, group: int, block_size: int) -> int:
-        """Bytes that one KV head's keys take in a block, with what stands between them and the values."""
+        """Return the bytes from a KV head's first key in a block to its first value: keys and factors."""
         factors = _FACTOR_BYTES if self._kv_dtype == "int8" else 0
         return int(_padded(block_size, _KEY_LANES) * (self._layer(group).key_dim * _KV_BYTES[self._kv_dtype] + factors))
 
@@ -361,7 +360,7 @@ class NativeRunner:
         return np.lib.stride_tricks.as_strided(self._pools[group].bytes, size, strides)
 
 
-class _Held:
+class _KeptArrays:
     """Keeps a step's arrays in memory while C uses their addresses."""
 
     def __init__(self) -> None:
@@ -375,7 +374,7 @@ class _Held:
 
 
 def _check_sizes(batch: RaggedBatch, num_groups: int) -> None:
-    """Check that every array has the length that the counts say, which C cannot check."""
+    """Check that all arrays of a batch have lengths that fit, because C cannot check lengths."""
     tokens, entries = batch.input_ids.size, batch.kv_lens.size
     sizes = [batch.positions.size, *(slots.size for slots in batch.slots)]
     tables = [table.shape[0] for table in batch.block_tables]
@@ -385,14 +384,14 @@ def _check_sizes(batch: RaggedBatch, num_groups: int) -> None:
         or set(tables) != {entries}
         or not len(batch.slots) == len(tables) == num_groups <= MAX_GROUPS
     ):
-        raise BatchError("the batch's arrays contradict each other in length")
+        raise BatchError("the lengths of the batch's arrays do not fit together")
 
 
 def apart(size: int, num_layers: int) -> int:
-    """Return the distance between two layers of `size` bytes each, so that they reach new huge pages in turn.
+    """Return the distance between two layers of `size` bytes each, at which layers reach new huge pages in turn.
 
     A page gets its memory when it is first written to, which takes up to 5 ms in a virtual machine. Blocks are first
-    used in order. If all layers were at the same place within their pages, one step would wait for a page of each.
+    used in order. If all layers were at the same place in their pages, one step would wait for a page of every layer.
     """
     if size < _HUGE_PAGE or num_layers == 1:
         return size

@@ -1,8 +1,8 @@
-/* The vector type of the machine and the few operations that C cannot express portably.
+/* The vector type of the machine, and the few operations that C cannot express portably.
  *
- * Everything else is written with GCC's vector operators. The file is compiled with
- * -ffp-contract=off: whether a product and a sum are fused is decided here and not by the
- * optimiser, because a row's result must not depend on which unrolled copy of a loop ran it. */
+ * Everything else uses GCC's vector operators. The files are compiled with -ffp-contract=off, so that this file decides which
+ * products and sums are fused. The optimiser must not decide it, because a row's result must not depend on the unrolled copy of
+ * a loop that computed it. */
 #ifndef GENBATCH_SIMD_H
 #define GENBATCH_SIMD_H
 
@@ -61,7 +61,7 @@ ALWAYS_INLINE vf vf_select(vi mask, vf yes, vf no)
     return (vf)((mask & (vi)yes) | (~mask & (vi)no));
 }
 
-/* a * b + c, rounded once where the machine can. */
+/* Returns a * b + c, rounded once if the machine has such an instruction. */
 ALWAYS_INLINE vf vf_fma(vf a, vf b, vf c)
 {
 #if VL == 16
@@ -88,7 +88,7 @@ ALWAYS_INLINE vf vf_max(vf a, vf b)
 
 ALWAYS_INLINE vf vf_abs(vf x) { return (vf)((vi)x & 0x7fffffff); }
 
-/* Folds lanes in halves, in the same order for every caller. */
+/* Adds the lanes by halves, in the same order for every caller. */
 ALWAYS_INLINE float vf_sum(vf x)
 {
 #if VL == 16
@@ -146,10 +146,10 @@ ALWAYS_INLINE int32_t vi_largest(vi x)
 #endif
 }
 
-/* exp(x), relative error below 2e-7; exactly 0 under -87, so that a masked score weighs nothing. */
+/* Returns exp(x) with a relative error below 2e-7; exactly 0 under -87, so that a masked score has no weight. */
 ALWAYS_INLINE vf vf_exp(vf x)
 {
-    const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer held in the low bits */
+    const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer in the low bits */
     vi alive = x > -87.0f;
     vf y = vf_select(x < 88.0f, x, vf_set1(88.0f));
     y = vf_select(alive, y, vf_set1(-87.0f));
@@ -168,17 +168,17 @@ ALWAYS_INLINE vf vf_exp(vf x)
     return (vf)(((vi)p + (n << 23)) & alive);
 }
 
-/* cap * tanh(x / cap), absolute error below 2e-7 of the cap. */
+/* Returns cap * tanh(x / cap) with an absolute error below 2e-7 of the cap. */
 ALWAYS_INLINE vf vf_cap(vf x, float cap)
 {
     vf capped = vf_fma(1.0f / (vf_exp(x * (2.0f / cap)) + 1.0f), vf_set1(-2.0f * cap), vf_set1(cap));
-    return vf_select(x == x, capped, x); /* a NaN stays a NaN */
+    return vf_select(x == x, capped, x); /* a NaN stays NaN */
 }
 
-/* 2^x for x < 127, relative error below 5e-7, exactly 1 for 0; 2^-126 for smaller x and for NaN. */
+/* Returns 2^x for x < 127 with a relative error below 5e-7; exactly 1 for 0; 2^-126 for x < -126 and for NaN. */
 ALWAYS_INLINE vf vf_exp2(vf x)
 {
-    const float shift = 12582912.0f; /* as above */
+    const float shift = 12582912.0f; /* as in vf_exp */
     vf y = vf_max(x, vf_set1(-126.0f));
     vf t = y + shift;
     vf f = y - (t - shift);
@@ -191,14 +191,14 @@ ALWAYS_INLINE vf vf_exp2(vf x)
     return (vf)((vi)p + ((vi)t << 23));
 }
 
-/* Nearest integer, ties to even; |x| < 2^22. */
+/* Rounds to the nearest integer, ties to even; |x| < 2^22. */
 ALWAYS_INLINE vi vi_round(vf x)
 {
     const vf shift = vf_set1(12582912.0f);
     return (vi)(x + shift) - (vi)shift;
 }
 
-/* Nearest integer; |x| <= 2^23. */
+/* Rounds to the nearest integer; |x| <= 2^23. */
 ALWAYS_INLINE vi vi_nearest(vf x)
 {
 #if VL == 16
@@ -208,7 +208,7 @@ ALWAYS_INLINE vi vi_nearest(vf x)
 #endif
 }
 
-/* The low byte of each lane. */
+/* Stores the low byte of each lane. */
 ALWAYS_INLINE void vb_store(void *p, vi x)
 {
 #if VL == 16 /* gcc splits some of these conversions into lanes */
@@ -248,7 +248,7 @@ ALWAYS_INLINE uint16_t bf16_from_float(float x)
 {
     uint32_t bits;
     memcpy(&bits, &x, 4);
-    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)((bits >> 16) | 64); /* a NaN stays one */
+    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)((bits >> 16) | 64); /* a NaN stays NaN */
     return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
@@ -261,7 +261,7 @@ ALWAYS_INLINE void bf16_store(uint16_t *p, vf x)
     *(vh_memory *)p = __builtin_convertvector(out, vh);
 }
 
-/* sum += w[4i..4i+3] . a[4i..4i+3] for each lane i, w unsigned and a signed bytes; exact. */
+/* Adds w[4i..4i+3] . a[4i..4i+3] to each lane i; w has unsigned bytes and a signed bytes. The result is exact. */
 ALWAYS_INLINE vi vi_dot_bytes(vi sum, vi w, vi a)
 {
 #if VL == 16 && defined(__AVX512VNNI__)

@@ -1,17 +1,17 @@
 /* One forward pass: every thread runs all phases in order.
  *
  * In a phase, threads claim units of work from a counter. The phase ends when all its units are done, by any thread. A thread
- * that lost its core delays only a unit that it has claimed. When it returns, it finds no units left in the phases that it
+ * that lost its core delays only the units that it has claimed. When it returns, it finds no units left in the phases that it
  * missed. The result of a unit does not depend on the thread. A late thread must find the same number of units in a phase, so
- * the number follows from the step and the model only. The number of expert panels does not; so all threads meet before and
- * after it changes. */
+ * the number depends only on the step and the model. The number of expert panels is an exception, so all threads meet before
+ * and after it changes. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "step.h"
 
-#define UNITS_PER_THREAD 3 /* least units of attention for each thread: with fewer, threads wait for one another's last unit */
+#define UNITS_PER_THREAD 3 /* least units of attention for each thread; with fewer, threads wait for one another's last unit */
 
 static void embed_phase(worker *w)
 {
@@ -28,7 +28,7 @@ static void embed_phase(worker *w)
     phase_end(w);
 }
 
-/* Makes the rows of a predictor, of embeddings and of the model's states. */
+/* Makes the rows of a predictor from embeddings and the model's states. */
 static void pair_phases(worker *w, const pair *p)
 {
     engine *e = w->engine;
@@ -48,7 +48,7 @@ static void pair_phases(worker *w, const pair *p)
     linear_phase(w, &p->input, count, STORE, e->work.x, m->hidden);
 }
 
-/* Hands out the rows in front of the head, or what a predictor makes of them. */
+/* Writes the head's inputs, or a predictor's outputs for them, to the step's `states_out`. */
 static void states_phases(worker *w, const stream *kept)
 {
     engine *e = w->engine;
@@ -66,9 +66,9 @@ static void states_phases(worker *w, const stream *kept)
     phase_end(w);
 }
 
-/* Embeddings of the layers' own */
+/* Embeddings for layers */
 
-/* Makes each layer's own embedding of a token, from a table and from the token's embedding. */
+/* Makes a token's embedding for each layer, from a table and from the token's usual embedding. */
 static void inputs_phases(worker *w, int64_t count)
 {
     engine *e = w->engine;
@@ -88,8 +88,8 @@ static void inputs_phases(worker *w, int64_t count)
     phase_end(w);
 }
 
-/* Gates x into the width of the layer's own embedding, multiplies both, and adds the projection to x, or to the other streams
- * if there are some. */
+/* Projects x through a gate to the width of the layer's embedding, multiplies both, and adds the product, projected back, to x
+ * (with altup to all streams but the first). */
 static void input_phases(worker *w, const layer *l, const stream *kept)
 {
     engine *e = w->engine;
@@ -156,7 +156,7 @@ static void run(void *argument, int thread)
         embed_phase(&w);
     if (m->layer_width) inputs_phases(&w, tokens.count);
     if (m->num_streams) streams_phases(&w);
-    const int last = last_writer(m); /* after the last keys and states, only the rows that are asked for go on */
+    const int last = last_writer(m); /* after the last keys and states, only the step's `rows` run on */
     for (int i = 0; i < m->num_layers; i++) {
         const layer *l = &m->layers[i];
         const stream *all = i <= last ? &tokens : &rows, *kept = i < last ? &tokens : &rows;
@@ -191,11 +191,20 @@ static void find_adapters(engine *e)
     lora_sort(&work->lora, s->adapter_of, s->rows, s->num_rows, &work->lora_kept);
 }
 
+/* Returns whether the step's `rows` are all tokens in order. */
+static bool keeps_all(const step *s)
+{
+    int64_t i = 0;
+    while (i < s->num_rows && s->rows[i] == i) i++;
+    return i == s->num_tokens;
+}
+
 /* Finds the families of each layer group. Their size is limited so that every thread gets units of attention. */
 static void find_families(engine *e)
 {
     const model *m = e->model;
     const int64_t entries = e->step->num_entries, threads = pool_size(e->pool);
+    const bool same = keeps_all(e->step);
     const layer *first[MAX_GROUPS] = {NULL}; /* the first attention layer of each group; NULL for states */
     for (int i = m->num_layers - 1; i >= 0; i--)
         if (m->layers[i].qkv.n) first[m->layers[i].group] = &m->layers[i];
@@ -206,7 +215,10 @@ static void find_families(engine *e)
         const int64_t most = smaller(smaller(rows, MAX_FAMILY), share);
         families *all = &e->work.families, *kept = &e->work.kept_families;
         all->counts[g] = families_find(e->step, false, g, &e->caches[g], first[g]->window, (int)most, all->lists[g]);
-        kept->counts[g] = families_find(e->step, true, g, &e->caches[g], first[g]->window, (int)most, kept->lists[g]);
+        if (same)
+            kept->lists[g] = all->lists[g], kept->counts[g] = all->counts[g];
+        else
+            kept->counts[g] = families_find(e->step, true, g, &e->caches[g], first[g]->window, (int)most, kept->lists[g]);
     }
 }
 

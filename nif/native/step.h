@@ -1,5 +1,5 @@
-/* What the files of a step share: the engine, a thread's place in the step, and the phases that every part of a layer
- * uses. */
+/* Types and functions that the files of a step share: the engine, a thread's place in the step, and the phases that every
+ * part of a layer uses. */
 #ifndef GENBATCH_STEP_H
 #define GENBATCH_STEP_H
 
@@ -22,28 +22,28 @@ typedef struct {
     float *x, *qkv, *attended, *activated, *kept; /* kept: the rows whose logits are needed */
     float *heads; /* of latent attention: the queries of all heads, later their values */
     float *pairs; /* [token, 2 * width]: embeddings and states */
-    float *cluster_scores, *cluster_logits; /* [row with logits, clusters], [row, chosen clusters, tokens of one] */
+    float *cluster_scores, *cluster_logits; /* [row with logits, clusters], [row, chosen clusters, tokens of a cluster] */
     int32_t *cluster_ids; /* [row, chosen] */
-    float *branch; /* a part's output, if it is not added to x at once */
+    float *branch; /* the output of a layer's part, if it is not added to x at once */
     void *operand;
     uint8_t *factors; /* group_factors or digit_factors */
     float *scratch; /* for each thread PANEL x COLUMNS sums, then a row of hidden size */
     int64_t scratch_size;
-    lane_maxima *maxima; /* for each thread one for each row of logits */
+    lane_maxima *maxima; /* [thread, row of logits] */
     float *normed, *expert_out; /* the experts' inputs and outputs */
     float *inputs; /* [token, layer, layer_width]: each layer's own embeddings */
     float *streams, *kept_streams; /* [token or row with logits, num_streams, hidden] */
-    float *laurel; /* [token, hidden]: what LAuReL adds beside attention */
-    float *gates; /* of a sparse layer, with its ups: [row, 2 * intermediate] */
+    float *laurel; /* [token, hidden]: LAuReL's addends beside attention */
+    float *gates; /* [row, 2 * intermediate]: gates and ups of a sparse layer */
     int64_t expert_k; /* inputs of the experts' widest linear */
     choice choice;
-    float *adapted; /* with adapters: a linear's rows as floats, if no other buffer has them */
+    float *adapted; /* with adapters: a linear's rows as floats, if no other buffer has these */
     lora_step lora;
     lora_rows lora_tokens, lora_kept; /* all rows; the rows whose logits are needed */
-    families families, kept_families; /* of all tokens; of the rows that go on */
+    families families, kept_families; /* of all tokens; of the rows that run on */
 } workspace;
 
-/* Claims of units: how many were made, and how many are done. */
+/* The numbers of claims of units that were made and that are done. */
 typedef struct {
     atomic_int claimed, done;
 } phase;
@@ -51,10 +51,10 @@ typedef struct {
 typedef struct engine {
     pool *pool;
     const model *whole;
-    const model *model; /* that the step runs: the whole one, or its predictor */
+    const model *model; /* the model of the step: the whole one, or its predictor */
     const cache *caches;
     workspace work;
-    void *memory; /* of `work` */
+    void *memory; /* the memory of `work` */
     int64_t capacity; /* bytes */
     phase *phases;
     int num_phases;
@@ -65,8 +65,8 @@ typedef struct {
     engine *engine;
     int thread;
     int phase;
-    bool claimed; /* whether it has claimed units of this phase */
-    int claims; /* of the phase, by all threads */
+    bool claimed; /* whether the thread has claimed units of this phase */
+    int claims; /* claims of the phase by all threads */
     const lora_rows *rows; /* the rows of x; NULL without adapters */
     int64_t place; /* of the current linear, if an adapter changes it; else -1 */
 } worker;
@@ -78,7 +78,7 @@ typedef struct {
     const int64_t *index;
     const norm *norm;
     float *kept; /* [rows, size]: receives the rows as floats; or NULL */
-    int64_t pitch; /* floats from a row to the next; 0: `size` */
+    int64_t pitch; /* floats from one row to the next; 0: `size` */
 } source;
 
 /* The use of a linear's outputs: they are written to out[count, pitch], or searched for the largest, or both. */
@@ -89,22 +89,22 @@ typedef struct {
     lane_maxima *maxima; /* or NULL */
 } target;
 
-/* The rows that a phase reads or writes: all tokens of the step, or the kept ones, which go on after the last keys. */
+/* The rows that a phase reads or writes: all tokens of the step, or the kept tokens, which run on after the last keys. */
 typedef struct {
     float *x;
-    const int64_t *index; /* their tokens; NULL: all */
+    const int64_t *index; /* the rows' tokens; NULL: all tokens */
     int64_t count;
     const lora_rows *adapted;
     const families *families;
 } stream;
 
-/* Returns which rows of `all` those of `kept` are; NULL: the same. */
+/* Returns the index in `all` of each row of `kept`; NULL: both have the same rows. */
 static inline const int64_t *rows_among(const stream *all, const stream *kept) { return all == kept ? NULL : kept->index; }
 
 /* phases.c */
-/* Claims [*from, *to) of `count` units; false when none are left. What was claimed before is done. */
+/* Claims [*from, *to) of `count` units; false if none are left. The thread's earlier claim of the phase counts as done. */
 bool claim(worker *, int64_t count, int64_t grain, int64_t *from, int64_t *to);
-void phase_end(worker *); /* waits for what others have claimed */
+void phase_end(worker *); /* waits until the claims of other threads are done */
 int64_t grain_of(const worker *, int64_t count); /* units of a claim */
 int64_t segments_for(const worker *, int64_t tiles, const linear *, int64_t *length);
 static inline float *row_of_thread(const worker *w)
@@ -112,10 +112,10 @@ static inline float *row_of_thread(const worker *w)
     return w->engine->work.scratch + w->thread * w->engine->work.scratch_size + PANEL * COLUMNS;
 }
 static const norm no_norm = {NULL, NULL};
-/* Returns the operand of one of several linears: it begins after `at` elements, which are whole groups. */
+/* Returns the operand of one of several linears. It begins after `at` elements, which are whole groups. */
 rows operand_at(const engine *, const linear *, int64_t at, int64_t count);
-void prepare_phase(worker *, const linear *, int64_t count, const source *); /* makes the rows for a linear */
-/* Does the same for a linear of a layer, and multiplies the rows by their adapters' A. */
+void prepare_phase(worker *, const linear *, int64_t count, const source *); /* writes the rows for a linear */
+/* Runs prepare_phase for a linear of a layer, and multiplies the rows by their adapters' A. */
 void layer_phase(worker *, const layer *, enum lora_place, const linear *, const float *x, int64_t size,
                  const int64_t *index, int64_t count, const norm *);
 void linear_units(worker *, const linear *, int64_t count, const target *);
@@ -123,8 +123,8 @@ void linear_phase(worker *, const linear *, int64_t count, enum finish, float *o
 /* x = scale * (x + residual_scale * norm(branch)); `branch` is overwritten. */
 void join_row(const model *, const norm *, float scale, float *branch, float *x);
 void join_phase(worker *, const norm *, float scale, float *x, int64_t count);
-void keep_phase(worker *); /* copies the rows that go on */
-/* Whether a part's output can be added to x without a further step. */
+void keep_phase(worker *); /* copies the rows that run on */
+/* Returns whether a part's output can be added to x without a further phase. */
 static inline bool added_at_once(const model *m, const norm *post, float scale)
 {
     return !post->weight && m->residual_scale == 1.0f && scale == 1.0f;
@@ -142,24 +142,25 @@ void attend(worker *, const layer *, const stream *all, const stream *kept);
 /* latent.c */
 void latent_queries(worker *, const layer *, const stream *kept); /* writes the cache; from `qkv` to `heads` */
 void latent_values(worker *, const layer *, const stream *kept); /* from `attended` to `heads` */
-int64_t latent_floats(const model *, const layer *); /* of a token in `heads` */
+int64_t latent_floats(const model *, const layer *); /* floats of a token in `heads` */
 int64_t latent_k(const model *, const latent *); /* inputs of all heads' linears together */
 
 /* mlp.c */
 void mlp_phases(worker *, const layer *, float *x, int64_t count);
 
 /* clusters.c */
-void clusters_phases(worker *, const stream *kept, const norm *); /* the logits of a head over clusters */
+void clusters_phases(worker *, const stream *kept, const norm *); /* computes the logits of a head over clusters */
 
 /* altup.c */
-void streams_phases(worker *); /* makes the streams of the embeddings */
+void streams_phases(worker *); /* makes the streams from the embeddings */
 void predict_phases(worker *, const layer *, const stream *); /* predicts all streams; x becomes the active one */
 void laurel_phase(worker *, const stream *all, const stream *kept); /* adds LAuReL to x after attention */
-void correct_phase(worker *, const layer *, const stream *all, const stream *kept); /* corrects all; x becomes the active one, scaled */
+/* Corrects all streams; x becomes the active one, scaled. */
+void correct_phase(worker *, const layer *, const stream *all, const stream *kept);
 void others_phase(worker *, const layer *, const stream *kept); /* adds the norm of `branch` to all streams but the first */
 void merge_phases(worker *, const stream *kept); /* x becomes the mean of all streams */
 
 /* workspace.c */
-bool workspace_lay_out(engine *); /* the buffers of the engine's step; false: no memory */
+bool workspace_lay_out(engine *); /* lays out the buffers of the engine's step; false: no memory */
 
 #endif

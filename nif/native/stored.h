@@ -1,25 +1,24 @@
-/* Weights in the block types of GGUF, and in the groups of GPTQ's kind (G4, G8), as they are multiplied: 32 outputs side
- * by side, a lane of a vector each.
+/* Weights in the block types of GGUF, and in groups as in GPTQ (G4, G8), in the layout of their multiplication: 32 outputs lie
+ * side by side, and each is a lane of a vector.
  *
- * A weight block of COLUMNS outputs is a run of units; a unit is as many inputs as one block of the file has (32, 64,
- * 128 or 256), and is cut into cells of 32 inputs:
+ * A weight block of COLUMNS outputs is a run of units. A unit has as many inputs as one block of the file (32, 64, 128 or 256),
+ * and is cut into cells of 32 inputs:
  *
- *     unit:  d [COLUMNS] float16, then dmin or m [COLUMNS] float16 where the type has one, then its cells;
- *            of G4 and G8: scale [COLUMNS] float32, zero [COLUMNS] float16; of N4 and F8: scale [COLUMNS] float32;
- *            of MXFP4: exponent [COLUMNS] bytes; of NVFP4: nothing
- *     cell:  scales [32 / scale group][COLUMNS] bytes, then as many minima, where the type has them; then the codes
- *     codes: of 4 bits  [4][COLUMNS] words of 8 inputs: byte c holds input c in its low and c + 4 in its high nibble
- *            of 2 bits  [2][COLUMNS] words of 16 inputs: byte c holds the inputs c, c + 4, c + 8, c + 12, low bits first
- *            of 1 bit   [COLUMNS] words of 32 inputs: byte c holds the inputs c, c + 4, ... c + 28, low bits first
- *            of 8 bits  [8][COLUMNS] words of 4 inputs, value + 128; of F8 the file's bytes
+ *     unit:  d [COLUMNS] float16, then dmin or m [COLUMNS] float16 if the type has one, then the cells;
+ *            for G4 and G8: scale [COLUMNS] float32, zero [COLUMNS] float16; for N4 and F8: scale [COLUMNS] float32;
+ *            for MXFP4: exponent [COLUMNS] bytes; for NVFP4 only the cells
+ *     cell:  scales [32 / scale group][COLUMNS] bytes, then as many minima, if the type has them; then the codes
+ *     codes: 4 bits  [4][COLUMNS] words of 8 inputs: byte c has input c in its low and input c + 4 in its high nibble
+ *            2 bits  [2][COLUMNS] words of 16 inputs: byte c has the inputs c, c + 4, c + 8, c + 12, low bits first
+ *            1 bit   [COLUMNS] words of 32 inputs: byte c has the inputs c, c + 4, ... c + 28, low bits first
+ *            8 bits  [8][COLUMNS] words of 4 inputs, value + 128; for F8 the file's bytes
  *
- * Codes of 5, 6 and 3 bits are two planes. A weight is scale * code - minus with scale and minus of its group of 16 or
- * 32 inputs, computed so that it is, to the last bit, what the `gguf` package makes of the file: the products of the
- * factors fit float32, and one fused operation rounds once. (Only a zero may have the other sign.) So it is with G4 and
- * G8 where scale * zero fits float32: with scales of 16 bits, and wherever the zero is a power of two.
- * The bytes are those of the file, but for the 6-bit scales of K-quants, which take a byte each: 2 to 4 percent more.
- * Types whose file has places in a table of patterns (IQ1, IQ2, IQ3) take the pattern's codes: 2, 3 or 4 bits for each
- * input. Float types of 16 bits are [k][COLUMNS] halves. */
+ * Codes of 5, 6 and 3 bits have two planes. A weight is scale * code - minus, with the scale and the minus of its group of 16
+ * or 32 inputs. It equals the result of the package `gguf` to the last bit (only a zero may have the other sign), because the
+ * products of the factors fit float32, and one fused operation rounds once. For G4 and G8 this holds if scale * zero fits
+ * float32: with scales of 16 bits, and if the zero is a power of two. The bytes are those of the file, except the 6-bit scales
+ * of K-quants, which take a byte each: 2 to 4 percent more. Files of IQ1, IQ2 and IQ3 have indices into a table of patterns;
+ * here these types have the patterns' codes, 2, 3 or 4 bits for each input. Float types of 16 bits are [k][COLUMNS] halves. */
 #ifndef GENBATCH_STORED_H
 #define GENBATCH_STORED_H
 
@@ -33,20 +32,20 @@
 /* The meaning of codes: their own value, the levels of a table (stored_cell.h), or FP8. */
 typedef enum { LINEAR, IQ4_LEVELS, E2M1_LEVELS, IQ1_LEVELS, IQ2_LEVELS, IQ3_LEVELS, ODD_LEVELS, E4M3 } level_table;
 
-/* The head of a unit: d; d and dmin or m; a scale and a zero; an exponent; a scale; nothing. */
+/* The head of a unit, in this order: d; d and dmin or m; a scale and a zero; an exponent; a scale; no head. */
 typedef enum { HALF, TWO_HALVES, WIDE_HEAD, E8M0, FLOAT, NO_HEAD } head_form;
 
 /* The layout of a type. */
 typedef struct {
     int unit; /* inputs */
-    int bits; /* of a code: 1, 2, 3, 4, 5, 6, 8; 16 for floats. A single bit counts 2: with a zero of 1 it is -1 or 1 */
+    int bits; /* of a code: 1, 2, 3, 4, 5, 6, 8; 16 for floats. A single bit counts as 2: with a zero of 1 it is -1 or 1 */
     int scale_group; /* inputs that share a scale byte; 0: d is the scale */
     bool minima; /* whether a minimum is subtracted (K-quants) or added (Q4_1, Q5_1) in addition to zero * scale */
     bool packed_minima; /* Q2_K: scale and minimum are nibbles of one byte */
     int zero; /* the code that means 0 */
     level_table levels;
     head_form head;
-    float factor; /* of a scale made of d and a byte; a power of two */
+    float factor; /* a factor of the product of d and a scale's byte; a power of two */
 } stored_type;
 
 #define OF(scale_factor, ...) ((stored_type){.factor = scale_factor, __VA_ARGS__})
@@ -95,18 +94,18 @@ ALWAYS_INLINE stored_type stored_type_of(const int kind)
     }
 }
 
-ALWAYS_INLINE int code_bytes(const stored_type t) /* of a cell */
+ALWAYS_INLINE int code_bytes(const stored_type t) /* bytes of a cell's codes */
 {
     return t.bits * CELL / 8 * COLUMNS;
 }
 
-ALWAYS_INLINE int scale_bytes(const stored_type t) /* of a cell */
+ALWAYS_INLINE int scale_bytes(const stored_type t) /* bytes of a cell's scales and minima */
 {
     if (!t.scale_group) return 0;
     return CELL / t.scale_group * COLUMNS * (t.minima && !t.packed_minima ? 2 : 1);
 }
 
-ALWAYS_INLINE int head_bytes(const stored_type t) /* of a unit, before its cells */
+ALWAYS_INLINE int head_bytes(const stored_type t) /* bytes of a unit before its cells */
 {
     switch (t.head) {
     case NO_HEAD: return 0;

@@ -1,4 +1,4 @@
-/* Reading a cell of stored.h, for float and integer products: the factors of its groups, and its codes word by word. */
+/* Reads a cell of stored.h, for float and integer products: the factors of its groups, and its codes word by word. */
 #ifndef GENBATCH_STORED_CELL_H
 #define GENBATCH_STORED_CELL_H
 
@@ -27,7 +27,7 @@ ALWAYS_INLINE vf bytes_to_floats(const uint8_t *p, const bool is_signed)
 ALWAYS_INLINE vf from_e4m3(vi lanes)
 {
     const vi bits = ((lanes & 127) << 20) | ((lanes & 128) << 24);
-    return (vf)bits * 0x1p120f; /* the exponents' biases are 7 and 127; also right of what has no leading one */
+    return (vf)bits * 0x1p120f; /* the exponents' biases are 7 and 127; this is also right for subnormal numbers */
 }
 
 ALWAYS_INLINE vi bytes_to_lanes(const uint8_t *p)
@@ -43,15 +43,15 @@ ALWAYS_INLINE vi bytes_to_lanes(const uint8_t *p)
 
 ALWAYS_INLINE vf bytes_from_e4m3(const uint8_t *p) { return from_e4m3(bytes_to_lanes(p)); }
 
-/* 2^(e - 128), half of MXFP4's exponent e, because our levels are twice the values of its codes. */
+/* Returns 2^(e - 128), half of the scale of MXFP4's exponent e, because the levels here are twice the values of its codes. */
 ALWAYS_INLINE vf half_of_e8m0(const uint8_t *p)
 {
     const vi e = bytes_to_lanes(p);
     return (vf)(e << 23) * 0.5f + (vf)(vi)((e == 0) & 0x00200000);
 }
 
-/* The values of codes, times 1 / factor; the 8 values of 3-bit codes stand twice. 0 marks a code that no file has. LEVEL turns
- * a number into the user's type: a float, or a byte with an offset. */
+/* The values of codes, times 1 / factor. The 8 values of 3-bit codes are repeated. A code that no file has gets 0. The user
+ * defines LEVEL, which turns a number into a float, or into a byte with an offset. */
 #define LEVEL_TABLES                                                                                                 \
     {                                                                                                                \
         [IQ4_LEVELS] = {LEVEL(-127), LEVEL(-104), LEVEL(-83), LEVEL(-65), LEVEL(-49), LEVEL(-35), LEVEL(-22),        \
@@ -70,7 +70,8 @@ ALWAYS_INLINE vf half_of_e8m0(const uint8_t *p)
                         LEVEL(-1), LEVEL(-3), LEVEL(-5), LEVEL(-7), LEVEL(-9), LEVEL(-11), LEVEL(-13), LEVEL(-15)},  \
     }
 
-/* `head` of the unit, `scales` of the cell, which group of the cell, the first of VL columns. */
+/* Returns the factors of a group for VL columns from `column` on. `head`: of the unit; `scales`: of the cell; `which`: the
+ * group's index in the cell. */
 ALWAYS_INLINE group group_of(const stored_type t, const int kind, const uint8_t *head, const uint8_t *scales, int which,
                              int column)
 {
@@ -104,7 +105,7 @@ ALWAYS_INLINE group group_of(const stored_type t, const int kind, const uint8_t 
     return (group){scale, scale * (float)t.zero};
 }
 
-/* Eight inputs from 8 * j on: their planes' words, and where in them the inputs lie. */
+/* The words of both planes for the eight inputs from 8 * j on. */
 typedef struct {
     vi low, high;
     int j;
@@ -122,41 +123,17 @@ ALWAYS_INLINE words words_of(const stored_type t, const uint8_t *codes, int j, i
     return w;
 }
 
-/* CALL(use_units, KIND) with a constant, so that each type gets code of its own. */
-#define FOR_BLOCK_KINDS(kind, CALL)                                                                                  \
-    switch (kind) {                                                                                            \
-    case WEIGHT_Q4_0: CALL(use_units, WEIGHT_Q4_0); break;                                                     \
-    case WEIGHT_Q4_1: CALL(use_units, WEIGHT_Q4_1); break;                                                     \
-    case WEIGHT_Q5_0: CALL(use_units, WEIGHT_Q5_0); break;                                                     \
-    case WEIGHT_Q5_1: CALL(use_units, WEIGHT_Q5_1); break;                                                     \
-    case WEIGHT_Q8_0: CALL(use_units, WEIGHT_Q8_0); break;                                                     \
-    case WEIGHT_Q2_K: CALL(use_units, WEIGHT_Q2_K); break;                                                     \
-    case WEIGHT_Q3_K: CALL(use_units, WEIGHT_Q3_K); break;                                                     \
-    case WEIGHT_Q4_K: CALL(use_units, WEIGHT_Q4_K); break;                                                     \
-    case WEIGHT_Q5_K: CALL(use_units, WEIGHT_Q5_K); break;                                                     \
-    case WEIGHT_Q6_K: CALL(use_units, WEIGHT_Q6_K); break;                                                     \
-    case WEIGHT_IQ4_NL: CALL(use_units, WEIGHT_IQ4_NL); break;                                                 \
-    case WEIGHT_G4_32: CALL(use_units, WEIGHT_G4_32); break;                                                   \
-    case WEIGHT_G4_64: CALL(use_units, WEIGHT_G4_64); break;                                                   \
-    case WEIGHT_G4_128: CALL(use_units, WEIGHT_G4_128); break;                                                 \
-    case WEIGHT_G8_32: CALL(use_units, WEIGHT_G8_32); break;                                                   \
-    case WEIGHT_G8_128: CALL(use_units, WEIGHT_G8_128); break;                                                 \
-    case WEIGHT_MXFP4: CALL(use_units, WEIGHT_MXFP4); break;                                               \
-    case WEIGHT_NVFP4: CALL(use_units, WEIGHT_NVFP4); break;                                               \
-    case WEIGHT_IQ1_S: CALL(use_units, WEIGHT_IQ1_S); break;                                               \
-    case WEIGHT_IQ1_M: CALL(use_units, WEIGHT_IQ1_M); break;                                               \
-    case WEIGHT_IQ2_XXS: CALL(use_units, WEIGHT_IQ2_XXS); break;                                           \
-    case WEIGHT_IQ2_XS: CALL(use_units, WEIGHT_IQ2_XS); break;                                             \
-    case WEIGHT_IQ2_S: CALL(use_units, WEIGHT_IQ2_S); break;                                               \
-    case WEIGHT_IQ3_XXS: CALL(use_units, WEIGHT_IQ3_XXS); break;                                           \
-    case WEIGHT_IQ3_S: CALL(use_units, WEIGHT_IQ3_S); break;                                               \
-    case WEIGHT_TQ1_0: CALL(use_units, WEIGHT_TQ1_0); break;                                               \
-    case WEIGHT_TQ2_0: CALL(use_units, WEIGHT_TQ2_0); break;                                               \
-    case WEIGHT_Q1_0: CALL(use_units, WEIGHT_Q1_0); break;                                                 \
-    case WEIGHT_Q2_0: CALL(use_units, WEIGHT_Q2_0); break;                                                 \
-    case WEIGHT_N4_32: CALL(use_units, WEIGHT_N4_32); break;                                               \
-    case WEIGHT_N4_128: CALL(use_units, WEIGHT_N4_128); break;                                             \
-    default: CALL(use_units, WEIGHT_IQ4_XS); break;                                                            \
+/* Expands CALL(use_units, KIND) with a constant, so that each type has separate compiled code. */
+#define FOR_BLOCK_KINDS(kind, CALL)                                                                           \
+    switch (kind) {                                                                                           \
+    CASE(Q4_0, CALL) CASE(Q4_1, CALL) CASE(Q5_0, CALL) CASE(Q5_1, CALL) CASE(Q8_0, CALL) CASE(Q2_K, CALL)     \
+    CASE(Q3_K, CALL) CASE(Q4_K, CALL) CASE(Q5_K, CALL) CASE(Q6_K, CALL) CASE(IQ4_NL, CALL) CASE(G4_32, CALL)  \
+    CASE(G4_64, CALL) CASE(G4_128, CALL) CASE(G8_32, CALL) CASE(G8_128, CALL) CASE(MXFP4, CALL)               \
+    CASE(NVFP4, CALL) CASE(IQ1_S, CALL) CASE(IQ1_M, CALL) CASE(IQ2_XXS, CALL) CASE(IQ2_XS, CALL)              \
+    CASE(IQ2_S, CALL) CASE(IQ3_XXS, CALL) CASE(IQ3_S, CALL) CASE(TQ1_0, CALL) CASE(TQ2_0, CALL) CASE(Q1_0, CALL)\
+    CASE(Q2_0, CALL) CASE(N4_32, CALL) CASE(N4_128, CALL)                                                     \
+    default: CALL(use_units, WEIGHT_IQ4_XS); break;                                                           \
     }
+#define CASE(NAME, CALL) case WEIGHT_##NAME: CALL(use_units, WEIGHT_##NAME); break;
 
 #endif

@@ -1,6 +1,6 @@
-/* A stretch of a block of stored.h in the form that integer dot products read: its codes, and the factors of each group.
+/* A stretch of a block of stored.h in the form for integer dot products: its codes, and the factors of each group.
  *
- * Codes of 8 and 4 bits are read in place, and codes of 6 bits if the stretch is used for one tile only. Other codes are
+ * Codes of 8 and 4 bits are read in place, and so are codes of 6 bits if only one tile uses the stretch. Other codes are
  * unpacked to a byte each. */
 #ifndef GENBATCH_STORED_PLAIN_H
 #define GENBATCH_STORED_PLAIN_H
@@ -12,9 +12,9 @@
 
 #define DEPTH 256 /* inputs: some 14 KB of L1 */
 #define LEAST_GROUP 16
-#define STRETCHES_AHEAD 2 /* with a single row, one word takes less time than memory needs to answer */
+#define STRETCHES_AHEAD 2 /* with a single row, one stretch takes less time than memory needs to answer */
 
-#define RAISED_ZERO 128 /* levels are bytes, plus this */
+#define RAISED_ZERO 128 /* the byte of the level 0 */
 #define LEVEL(x) (x) + RAISED_ZERO
 static const uint8_t RAISED[][16] = LEVEL_TABLES;
 #undef LEVEL
@@ -24,18 +24,18 @@ typedef struct {
     _Alignas(64) float scales[DEPTH / LEAST_GROUP][COLUMNS];
     _Alignas(64) float minus[DEPTH / LEAST_GROUP][COLUMNS];
     const uint8_t *cells[DEPTH / CELL]; /* the address of each 32 inputs, in `codes` or in the block itself */
-    const uint8_t *ahead; /* the next block, which is prefetched during the multiplication */
-    int64_t stride; /* its bytes for every 4 inputs */
+    const uint8_t *ahead; /* the next bytes, which are prefetched during the multiplication */
+    int64_t stride; /* bytes at `ahead` for every 4 inputs */
 } plain;
 
 /* The contents of a word of codes. */
 typedef enum {
     BYTES, /* 4 inputs */
     NIBBLES, /* 8 inputs, half a byte each */
-    SIXES, /* the same, and 16 inputs share a word with two more bits of each; groups have 16 */
+    SIXES, /* as NIBBLES, and 16 inputs share a second word with two more bits of each input; groups have 16 inputs */
 } code_form;
 
-/* `once`: the stretch is used for one tile, so that unpacking takes longer than it saves. */
+/* `once`: only one tile uses the stretch, so unpacking takes more time than it saves. */
 ALWAYS_INLINE code_form form_of(const stored_type t, const bool once)
 {
     if (t.bits == 6 && once) return SIXES;
@@ -44,12 +44,12 @@ ALWAYS_INLINE code_form form_of(const stored_type t, const bool once)
 
 ALWAYS_INLINE int inputs_of_word(const code_form form) { return form == BYTES ? 4 : 8; }
 
-/* Prefetches the block that will overwrite this word, a few lines at a time, because a core has room for few. With few rows,
- * memory is the limit, and more lines can be in flight to L2 than to L1. With more rows, L1 makes the loads faster. */
+/* Prefetches the bytes that will replace this word, a few lines at a time, because a core can have few requests in flight. With
+ * few rows, memory is the limit, and more lines can be in flight to L2 than to L1. With more rows, L1 makes the loads faster. */
 ALWAYS_INLINE void fetch_ahead(const code_form form, const bool few_rows, const plain *p, int64_t input)
 {
     const uint8_t *at = p->ahead + input / 4 * p->stride;
-    const int lines = form == SIXES ? 4 : 3; /* of 4 inputs in 8 bits and their scale the last bytes can begin a third */
+    const int lines = form == SIXES ? 4 : 3; /* the last bytes of 4 inputs in 8 bits with their scale can begin a third line */
     UNROLL for (int line = 0; line < lines; line++) {
         if (few_rows)
             __builtin_prefetch(at + 64 * line, 0, 2);
@@ -58,7 +58,7 @@ ALWAYS_INLINE void fetch_ahead(const code_form form, const bool few_rows, const 
     }
 }
 
-/* The words of a group of `size` inputs, from a column on. */
+/* The addresses of the words of a group, from a column on. */
 typedef struct {
     const uint8_t *low, *high;
 } group_words;
@@ -70,7 +70,7 @@ ALWAYS_INLINE group_words words_of_group(const code_form form, const plain *p, i
     return (group_words){cell + input / inputs_of_word(form) * WORDS, cell + (4 + input / 16) * WORDS};
 }
 
-/* The inputs 4 * four to 4 * four + 3 of a group, a byte each, from the word of `low` that holds them. */
+/* Returns the inputs 4 * four to 4 * four + 3 of a group, a byte each; `low` is the word with these inputs. */
 ALWAYS_INLINE vi four_codes(const code_form form, vi low, vi high, int four)
 {
     if (form == BYTES) return low;
@@ -79,7 +79,7 @@ ALWAYS_INLINE vi four_codes(const code_form form, vi low, vi high, int four)
     return nibbles | ((four < 2 ? high << (4 - 2 * four) : high >> (2 * four - 4)) & 0x30303030);
 }
 
-/* The table's byte for the low 4 bits of each byte; the high bits are 0. */
+/* Looks up each byte in a table of 16 bytes; the high 4 bits of each byte must be 0. */
 ALWAYS_INLINE vi raised(const uint8_t *levels, vi nibbles)
 {
 #if VL == 16

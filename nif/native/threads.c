@@ -16,11 +16,11 @@
 
 #include "genbatch.h"
 
-/* Spins before a waiting thread leaves its core to others: some 100 microseconds, longer than the
- * imbalance between two healthy threads and far shorter than a scheduler's time slice. */
+/* The number of spins before a waiting thread releases its core. It takes some 100 microseconds: longer than the imbalance
+ * between two healthy threads, and much shorter than a scheduler's time slice. */
 #define SPINS 5000
 
-/* The state of a run: its number, whether newcomers may still join, and how many workers are inside. */
+/* The state of a run: its number, whether threads may still join, and the number of workers inside. */
 #define RUN ((uint64_t)1 << 32)
 #define OVER ((uint64_t)1 << 31)
 
@@ -29,7 +29,7 @@ struct pool {
     pthread_t *threads;
     pthread_mutex_t mutex;
     pthread_cond_t wake;
-    uint64_t runs; /* under mutex: how many times pool_run was called */
+    uint64_t runs; /* under mutex: the number of calls of pool_run */
     bool closing; /* under mutex */
     pool_function function;
     void *argument;
@@ -53,12 +53,13 @@ static inline void relax(void)
 #endif
 }
 
-/* Sleeps until *word differs from `seen`, or until a wake. sched_yield is not used: it gives up the rest of a time slice, so
- * beside other programs a step that yields at every phase gets a fraction of its share of the CPU. */
+/* Sleeps until *word differs from `seen`, or until a wake. sched_yield is not used, because it gives up the rest of a time
+ * slice: beside other programs, a step that yields at every phase would get a fraction of its share of the CPU. */
 static void sleep_on(pool *p, const void *word, uint32_t seen)
 {
 #ifdef __linux__
-    atomic_fetch_add(&p->asleep, 1); /* counted before the kernel reads the word; `wake` reads the count after it changed the word */
+    /* Count before the kernel reads the word. `wake` reads the count after the word has changed. */
+    atomic_fetch_add(&p->asleep, 1);
     syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
     atomic_fetch_sub(&p->asleep, 1);
 #else
@@ -196,5 +197,5 @@ void pool_run(pool *p, pool_function function, void *argument)
         if (spins++ < SPINS)
             relax();
         else
-            sleep_on(p, &p->present, (uint32_t)now); /* the low half, which counts who is inside */
+            sleep_on(p, &p->present, (uint32_t)now); /* the low half, which counts the workers inside */
 }

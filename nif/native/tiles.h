@@ -1,15 +1,14 @@
-/* Cutting rows into register tiles, and choosing the code that is compiled for a tile's size.
+/* Cuts rows into register tiles, and selects the code that is compiled for a tile's size.
  *
- * A tile of R rows is stored in the order of its multiplication: [k / unit][R][unit], where a unit is broadcast at once (a
- * float, a pair of bfloat16, four bytes). So one pointer serves all rows. */
+ * A tile of R rows is stored in the order of its multiplication: [k / unit][R][unit]. A unit is broadcast at once: a float, a
+ * pair of bfloat16, or four bytes. So one pointer serves all rows. */
 #ifndef GENBATCH_TILES_H
 #define GENBATCH_TILES_H
 
 #include "simd.h"
 
-/* The tile that holds a row of `count`: where it starts, how many rows it has. There are as few tiles as
- * possible and they are of equal size (the first ones may have one row more), since tiles of 12 and 1
- * would read the weights twice for little. */
+/* A tile's first row and its number of rows. There are as few tiles as possible, of equal size (the first tiles may have one
+ * row more), because tiles of 12 rows and 1 row would read the weights twice for little. */
 typedef struct {
     int64_t start;
     int size;

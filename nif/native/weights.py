@@ -1,4 +1,4 @@
-"""Packs weight matrices for the C kernels, in parallel and directly into their final memory."""
+"""Packs weight matrices for the C kernels, in parallel and directly to their final memory."""
 
 import ctypes
 import math
@@ -28,20 +28,20 @@ from genbatch.nif.native.library import (
 )
 
 EIGHT_BIT_ROWS = (WEIGHT_I8, WEIGHT_U4)
-"""The kinds that are multiplied with activations in 8 bits."""
+"""The kinds that are multiplied by activations in 8 bits."""
 
 U4_GROUP = 32
-# Of a matrix that is packed: 4 MB, and as much again while they are merged. With stretches of 16 or 64 MB the allocator
-# keeps 100 MB that are freed.
+# Floats of a matrix that are packed at a time: 4 MB, and as much again while they are merged. With 16 or 64 MB the
+# allocator keeps 100 MB after they are freed.
 _FLOATS_AT_ONCE = 1 << 20
-_FINE = ("Q2_K", "Q3_K", "Q6_K", "IQ1_M", "IQ2_XS", "IQ2_S", "NVFP4", *FP4_KINDS)  # a scale for 16 inputs
-# How far a weight may lie from its 4-bit grid, relative to its group's largest, and still count as on it: rounding to
-# the type that carried it here (bfloat16 rounds the weight by 2^-9, and the grid that its neighbours give by as much).
+_FINE = ("Q2_K", "Q3_K", "Q6_K", "IQ1_M", "IQ2_XS", "IQ2_S", "NVFP4", *FP4_KINDS)  # types with a scale for 16 inputs
+# The largest distance of a weight from its 4-bit grid, relative to the group's largest weight, at which it counts as on
+# the grid. The tolerance covers rounding to the matrix's type: bfloat16 rounds a weight by 2^-9, and so the grid, too.
 _GRID_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
 
 
 def interleave_gate_up(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Rows in runs of 16 gates and the 16 ups that they multiply, so that one block holds both.
+    """Return rows in runs of 16 gates and their 16 ups, so that one block has both.
 
     Args:
         gate, up: [intermediate, ...].
@@ -60,19 +60,19 @@ def stored_kind(kind: int, tensor: StoredTensor) -> int | None:
     if tensor.offset or tensor.column_order is not None or (kind != WEIGHT_F32 and tensor.kind in FLOAT_KINDS):
         return None
     if kind in EIGHT_BIT_ROWS and tensor.kind in FP8_KINDS:
-        return None  # bytes that are no integers; 8 bits with a finer scale lose less than their own rounding did
+        return None  # FP8 has no integers; int8 with a finer scale loses less than the rounding to FP8 did
     if kind in EIGHT_BIT_ROWS and tensor.kind == "Q4_1":
-        return None  # packing finds its grid, and WEIGHT_U4 is the same bits with a kernel of its own
+        return None  # packing finds its grid, and WEIGHT_U4 has the same bits and a faster kernel
     return STORED_KINDS.get(tensor.kind)
 
 
 @cache
 def _patterns(kind: str) -> np.ndarray | None:
-    """The patterns that a type's blocks name, [patterns, inputs] uint8; None of a type without any.
+    """Return a type's table of patterns, [patterns, inputs] uint8; None for a type without patterns.
 
-    A code is the place of a value among the type's own, the smallest first.
+    A code is the index of a value among the type's values in ascending order.
     """
-    import gguf  # here: few files have such types
+    import gguf  # here, because few files have such types
 
     reader: Any = getattr(gguf.quants, kind, None)
     values = getattr(reader, "grid_map", None)
@@ -83,15 +83,15 @@ def _patterns(kind: str) -> np.ndarray | None:
     return np.ascontiguousarray(np.searchsorted(np.array(values, np.float32), grid), np.uint8)
 
 
-_Rows = Callable[[int, int], torch.Tensor]  # the rows from one to before another, float32, [rows, k]
+_Rows = Callable[[int, int], torch.Tensor]  # (first, end) -> the rows from `first` to before `end`, float32, [rows, k]
 
 
 def _merged(tensors: Sequence[StoredTensor], interleaved: bool) -> tuple[int, _Rows]:
-    """Matrices as one, without a copy of all of it: how many rows it has, and the rows of whole blocks.
+    """Merge matrices without a copy of the whole; returns the number of rows, and a function that reads some rows.
 
     Args:
-        tensors: matrices of one k.
-        interleaved: of two tensors, as `interleave_gate_up`; else one stands below the other.
+        tensors: matrices with the same k.
+        interleaved: whether two tensors are merged as by `interleave_gate_up`; else they lie one below the other.
     """
     counts = [tensor.shape[0] for tensor in tensors]
     if interleaved:
@@ -105,14 +105,14 @@ def _merged(tensors: Sequence[StoredTensor], interleaved: bool) -> tuple[int, _R
 
     def stacked(first: int, end: int) -> torch.Tensor:
         spans = ((max(first - start, 0), end - start) for start in starts)
-        held = zip(tensors, counts, spans, strict=False)
-        return torch.cat([tensor.floats(a, min(b, count)) for tensor, count, (a, b) in held if a < min(b, count)])
+        parts = zip(tensors, counts, spans, strict=False)
+        return torch.cat([tensor.floats(a, min(b, count)) for tensor, count, (a, b) in parts if a < min(b, count)])
 
     return starts[-1], stacked
 
 
 def _interleaved(gates: np.ndarray, ups: np.ndarray) -> np.ndarray:
-    """As `interleave_gate_up`, of the rows' addresses; 0 pads."""
+    """Interleave the rows' addresses as `interleave_gate_up` does; 0 stands for padding rows."""
     half = COLUMNS // 2
     parts = [np.pad(rows, (0, -len(rows) % half)).reshape(-1, half) for rows in (gates, ups)]
     return np.stack(parts, axis=1).reshape(-1)
@@ -122,25 +122,25 @@ class WeightPacker:
     """Packs matrices with pack.c.
 
     Args:
-        library: what `native_library` returned.
-        n_threads: how many share a matrix.
+        library: the result of `native_library`.
+        n_threads: threads that share the work on a matrix.
     """
 
     def __init__(self, library: ctypes.CDLL, n_threads: int) -> None:
         self._library = library
         self._n_threads = n_threads
         self.arena = NativeArena(library)
-        self._parts: list[Any] = []  # what linears point to
+        self._parts: list[Any] = []  # kept alive, because linears point to them
 
     def put(self, tensor: torch.Tensor) -> int:
-        """The address of a copy; it lives as long as this object."""
+        """Copy a tensor; returns the copy's address. The copy lives as long as this object."""
         plain = tensor.detach().contiguous()
         address, target = self.arena.reserve(plain.nbytes)
         target[:] = plain.reshape(-1).view(torch.uint8).numpy()
         return address
 
     def put_floats(self, vector: torch.Tensor) -> int:
-        """The address of a float32 copy; it lives as long as this object."""
+        """Copy a tensor to float32; returns the copy's address. The copy lives as long as this object."""
         return self.put(vector.float())
 
     def linear(
@@ -148,13 +148,13 @@ class WeightPacker:
     ) -> Linear:
         """Pack `tensors` from their files into one linear, with their outputs one after another.
 
-        Blocks of a GGUF file stay what they are, and so do halves with WEIGHT_F32.
+        Blocks of a GGUF file stay unchanged, and so do floats of 16 bits with WEIGHT_F32.
 
         Args:
-            kind: WEIGHT_F32, WEIGHT_BF16, WEIGHT_I8 or WEIGHT_U4, as in `pack`.
-            tensors: matrices [n, k] of one k.
+            kind: WEIGHT_F32, WEIGHT_BF16, WEIGHT_I8 or WEIGHT_U4; see `pack`.
+            tensors: matrices [n, k] with the same k.
             group: inputs that share a scale of WEIGHT_I8.
-            interleaved: of two tensors, gate and up, in runs of 16 rows each; see `interleave_gate_up`.
+            interleaved: whether gates and ups are merged in runs of 16 rows; see `interleave_gate_up`.
         """
         kinds = [stored_kind(kind, tensor) for tensor in tensors]
         if None not in kinds:
@@ -173,9 +173,9 @@ class WeightPacker:
 
         Args:
             kind: one of STORED_KINDS.
-            addresses: where each row begins, uint64; 0 for a row of zeros.
+            addresses: the address of each row, uint64; 0 for a row of zeros.
             k: inputs.
-            name: of the tensors that the rows belong to.
+            name: the tensors' name, for errors.
 
         Raises:
             TensorError: a scale, or a value of 16 bits, is NaN or infinite.
@@ -223,16 +223,12 @@ class WeightPacker:
         self._parts.append(parts)
         return Linear(kind=WEIGHT_F32, n=len(placed[0]), k=k, group=1, parts=parts, num_parts=2)
 
-    def vector(self, tensor: StoredTensor) -> int:
-        """The address of a tensor's values in float32, end to end; they live as long as this object."""
-        return self.put_floats(tensor.whole())
-
     def pack(self, kind: int, matrix: torch.Tensor, group: int) -> Linear:
-        """The matrix as C multiplies by it, without a bias; its memory lives as long as this object.
+        """Pack a matrix into a linear without a bias; its memory lives as long as this object.
 
         Args:
-            kind: WEIGHT_F32, WEIGHT_BF16, WEIGHT_I8 or WEIGHT_U4. WEIGHT_I8 becomes WEIGHT_U4 where that loses nothing,
-                WEIGHT_U4 becomes WEIGHT_I8 where the inputs fill no groups of 32, or float16 holds no such grid.
+            kind: WEIGHT_F32, WEIGHT_BF16, WEIGHT_I8 or WEIGHT_U4. WEIGHT_I8 becomes WEIGHT_U4 if that loses nothing.
+                WEIGHT_U4 becomes WEIGHT_I8 if the inputs do not fill groups of 32, or if float16 cannot hold a grid.
             matrix: [n, k].
             group: inputs that share a scale of WEIGHT_I8.
         """
@@ -241,7 +237,7 @@ class WeightPacker:
         return self._pack(kind, lambda first, end: plain[first:end].float(), (n, k), group, matrix.dtype)
 
     def _pack(self, kind: int, rows: "_Rows", shape: tuple[int, int], group: int, dtype: torch.dtype) -> Linear:
-        """Pack rows as `pack` does, and read some rows at a time."""
+        """Pack rows as `pack` does, but read some rows at a time."""
         n, k = shape
         blocks = -(-n // COLUMNS)
         if kind == WEIGHT_F32:
@@ -254,11 +250,11 @@ class WeightPacker:
             self._pack_with(self._library.pack_bf16, rows, shape, (), address)
             return Linear(kind=kind, n=n, k=k_padded, group=1, weights=address)
         k_padded = k + -k % group
-        # Reserve for 8 bits, because it is unknown yet whether 4 bits suffice. Then release the rest.
+        # Reserve memory for 8 bits, because it is unknown yet whether 4 bits suffice. Then release the rest.
         address, _ = self.arena.reserve(blocks * COLUMNS * (k_padded + 2 * (k_padded // group)))
         on_grid, near = (False, _GRID_TOLERANCE[dtype]), (True, math.inf)
-        for how in ((on_grid, near) if kind == WEIGHT_U4 else (on_grid,)) if k % U4_GROUP == 0 else ():
-            if self._pack_with(self._library.pack_u4, rows, shape, how, address):
+        for choice in ((on_grid, near) if kind == WEIGHT_U4 else (on_grid,)) if k % U4_GROUP == 0 else ():
+            if self._pack_with(self._library.pack_u4, rows, shape, choice, address):
                 self.arena.shrink(blocks * COLUMNS * (k // 2 + 4 * (k // U4_GROUP)))
                 return Linear(kind=WEIGHT_U4, n=n, k=k, group=U4_GROUP, weights=address)
         self._pack_with(self._library.pack_i8, rows, shape, (group,), address)
@@ -267,23 +263,23 @@ class WeightPacker:
     def _pack_with(
         self, function: Any, rows: "_Rows", shape: tuple[int, int], arguments: tuple[Any, ...], address: int
     ) -> bool:
-        """Run a function of pack.c over the matrix, one stretch of blocks at a time; returns whether all succeeded."""
+        """Run a function of pack.c over the matrix, some blocks at a time; returns whether all calls succeeded."""
         n, k = shape
         blocks, at_once = -(-n // COLUMNS), max(self._n_threads, _FLOATS_AT_ONCE // (COLUMNS * k))
         for first in range(0, blocks, at_once):
             end = min(first + at_once, blocks)
             floats = rows(first * COLUMNS, min(end * COLUMNS, n)).contiguous()
-            # Where row 0 would be: C counts rows from there, and reads those of its blocks alone.
+            # C counts rows from row 0, but reads only the rows of its blocks.
             source = floats.data_ptr() - first * COLUMNS * k * floats.itemsize
             if not self._share(range(first, end), function, (source, n, k, *arguments), address):
                 return False
         return True
 
     def _share(self, blocks: range, function: Any, arguments: tuple[Any, ...], address: int) -> bool:
-        """Runs a function of pack.c over blocks; whether every part succeeded."""
+        """Run a function of pack.c over blocks in all threads; returns whether every part succeeded."""
         ends = [blocks.start + len(blocks) * i // self._n_threads for i in range(self._n_threads + 1)]
         with ThreadPoolExecutor(self._n_threads) as threads:  # ctypes releases the GIL
             parts = pairwise(ends)
             done = threads.map(lambda part: function(*arguments, *part, address), parts)
-            results = list(done)  # all of them: every part must be finished before the memory is used
+            results = list(done)  # wait for every part, because the memory is used afterwards
         return False not in results

@@ -1,4 +1,4 @@
-/* The memory of a step: its buffers lie end to end in one allocation, which grows if need be. */
+/* The memory of a step: its buffers lie end to end in one allocation, which grows on demand. */
 #include "step.h"
 
 static int64_t largest_k(const model *m)
@@ -29,17 +29,17 @@ static int64_t scratch_floats(const model *m)
 }
 
 #define LINE 64 /* bytes of a cache line */
-#define SMALL_PAGE 4096 /* bytes; where memory has no huge pages */
-/* Bytes that `engine_reserve` writes to. A huge page may take 5 ms; a step that needs more of them takes seconds. */
+#define SMALL_PAGE 4096 /* bytes of a page without huge pages */
+/* Bytes that `engine_reserve` writes to. A huge page may take 5 ms; a step that needs more pages takes seconds itself. */
 #define TOUCHED (16 << 20)
 
-/* The place of the next buffer. Without memory, bytes are only counted. */
+/* The place of the next buffer. If `memory` is NULL, bytes are only counted. */
 typedef struct {
     uint8_t *memory;
     int64_t bytes;
 } layout;
 
-/* Returns a buffer on cache lines of its own; NULL without memory. */
+/* Returns a buffer on separate cache lines; NULL without memory. */
 static void *take(layout *to, int64_t count, size_t size)
 {
     void *buffer = to->memory ? to->memory + to->bytes : NULL;
@@ -52,7 +52,7 @@ static int64_t lay_out(const model *m, const step *s, int threads, uint8_t *memo
 {
     layout to = {memory, 0};
     const int64_t T = s->num_tokens, R = s->num_rows;
-    const int64_t count = T > R ? T : R; /* a step may ask for a row's logits twice */
+    const int64_t count = T > R ? T : R; /* a step may request a row's logits twice */
     int64_t width = 0, pitch = 0, heads = 0, heads_k = 0, gates = 0;
     for (int i = 0; i < m->num_layers; i++) {
         const layer *l = &m->layers[i];
@@ -86,7 +86,7 @@ static int64_t lay_out(const model *m, const step *s, int threads, uint8_t *memo
     w->cluster_logits = take(&to, c ? scored * c->chosen * (m->vocab_size / c->count) : 0, sizeof(float));
 
     const expert_sizes x = experts_sizes(m);
-    const int64_t mixed = count * x.chosen, routed = x.chosen ? count : 0; /* rows of experts, rows that have some */
+    const int64_t mixed = count * x.chosen, routed = x.chosen ? count : 0; /* rows of experts, rows with experts */
     w->activated = take(&to, larger(count, mixed) * m->intermediate, sizeof(float));
     const int64_t operand = larger(mixed * x.k, count * larger(largest_k(m), heads_k));
     w->operand = take(&to, operand, sizeof(float));

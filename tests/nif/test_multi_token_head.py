@@ -285,6 +285,6 @@ def test_what_has_no_head_is_refused(pair: MtpPair, tmp_path: Path) -> None:
 
     without = build_native_model("qwen3_5", tmp_path / "without", build_tokenizer)
     assert "have no multi-token head (MTP): mtp.fc" in refusal(without)
-    assert "do not run here" in refusal(build_native_model("llama", tmp_path / "llama", build_tokenizer))
+    assert "are not supported" in refusal(build_native_model("llama", tmp_path / "llama", build_tokenizer))
     assert "cannot verify drafts exactly" in refusal(pair.path, runner="torch")
     assert json.loads((without / "config.json").read_text())["model_type"] == "qwen3_5_text"

@@ -114,7 +114,7 @@ def test_a_planted_library_is_not_loaded(
     built = build.build_library()
     assert built.read_bytes() == b"ours" and (is_ours(built) or built.parent == Path("/proc/self/fd"))
     assert (built == target) == (place == "file")
-    assert ("compiled for this process alone" in caplog.text) == (place == "folder")
+    assert ("compiled for this process only" in caplog.text) == (place == "folder")
 
 
 @needs_root

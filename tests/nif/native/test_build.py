@@ -260,7 +260,7 @@ def test_where_the_cache_cannot_be_written_the_kernels_are_built_for_this_proces
     first = build_library()
     assert first.read_bytes() == b"a library" and build_library() == first
     [told] = [record.getMessage() for record in caplog.records]
-    assert "compiled for this process alone" in told and "$GENBATCH_CACHE" in told
+    assert "compiled for this process only" in told and "$GENBATCH_CACHE" in told
 
 
 # Run where the cache is a file system of its own: full, or read-only once the library is there.
@@ -305,7 +305,7 @@ def test_a_full_or_read_only_cache_leaves_the_kernels_to_this_process(tmp_path: 
         pytest.skip("this system mounts no file system for a test")
     assert done.returncode == 0, done.stderr
     reason = "No space left" if kind == "full" else "Read-only file system"
-    assert "compiled for this process alone" in done.stderr and reason in done.stderr
+    assert "compiled for this process only" in done.stderr and reason in done.stderr
     assert done.stderr.endswith("[]\n")  # nothing of the build is left
 
 
@@ -337,7 +337,7 @@ def test_without_room_anywhere_the_reason_names_the_places(tmp_path: Path, monke
 
     monkeypatch.setenv("GENBATCH_CACHE", str(tmp_path))
     monkeypatch.setattr(build, "_check_room", check_room)
-    with pytest.raises(NativeUnavailable, match=r"no room .*/dev/shm: No"):
+    with pytest.raises(NativeUnavailable, match=r"no folder has room .*/dev/shm: No"):
         build_library(("-DNOWHERE",))
 
 
