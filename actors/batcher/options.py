@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from genbatch.actors.scheduling.plan import BatchingType
 from genbatch.actors.scheduling.scheduler import (
     DEFAULT_MAX_PAUSES,
-    STEP_ORDERS,
     PauseOrder,
     RequestScheduler,
     SchedulerOptions,
@@ -195,11 +194,6 @@ class BatcherOptions:
         if target_ms is None:
             target_ms = GPU_TARGET_MS if gpu_memory else CPU_TARGET_MS
         return replace(self, n_parallel=slots, max_batch_tokens=tokens, target_inter_token_latency_ms=target_ms)
-
-    @property
-    def plans_repeat(self) -> bool:
-        """True if the plan of a step with decodes only holds until a request arrives or ends."""
-        return self.scheduler in STEP_ORDERS and self.cache_budget is None
 
     @property
     def window_s(self) -> float:

@@ -274,7 +274,8 @@ class Planner:
             self._fallback = build_scheduler(replace(options.scheduling, scheduler="fifo"), kv_view, self._limits)
         self._failures: Counter[str] = Counter()  # of the user's scheduler, by kind of error
         self._options = options
-        self._plans_repeat = options.plans_repeat
+        # Whether the plan of a step with decodes only holds until a request arrives or ends.
+        self._plans_repeat = options.scheduler in STEP_ORDERS and options.cache_budget is None
         self._times = times
         self._kv = kv
         self._kv_view = kv_view

@@ -313,9 +313,12 @@ class FIFOScheduler(MicroBatchScheduler):
         """See MicroBatchScheduler; a later class gets budget only after the earlier classes got all they need."""
         decoding, prefilling, pending = split_by_phase(fitting_requests, inflight_request_ids)
         step = StepPlan(self.limits)
-        if step.add_decodes(decoding) and step.add_contexts(prefilling):
+        if self._add_running(step, decoding, prefilling):
             step.add_contexts(pending)
         return MicroBatchOutput(step.context_requests, step.generation_requests, step.chunk_sizes, step.never_fitting)
+
+    def _add_running(self, step: StepPlan, decoding: RequestList, prefilling: RequestList) -> bool:
+        return step.add_decodes(decoding) and step.add_contexts(prefilling)
 
 
 class PrefillFirstScheduler(FIFOScheduler):
@@ -324,13 +327,8 @@ class PrefillFirstScheduler(FIFOScheduler):
     Waiting requests come last, so a steady stream of prompts cannot starve the decodes.
     """
 
-    def schedule(self, fitting_requests: RequestList, inflight_request_ids: Set[int]) -> MicroBatchOutput:
-        """See MicroBatchScheduler; a later class gets budget only after the earlier classes got all they need."""
-        decoding, prefilling, pending = split_by_phase(fitting_requests, inflight_request_ids)
-        step = StepPlan(self.limits)
-        if step.add_contexts(prefilling) and step.add_decodes(decoding):
-            step.add_contexts(pending)
-        return MicroBatchOutput(step.context_requests, step.generation_requests, step.chunk_sizes, step.never_fitting)
+    def _add_running(self, step: StepPlan, decoding: RequestList, prefilling: RequestList) -> bool:
+        return step.add_contexts(prefilling) and step.add_decodes(decoding)
 
 
 class LockstepScheduler(RequestScheduler):
