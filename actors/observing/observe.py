@@ -32,6 +32,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 _LEVELS = {
     "supervisor.child_start": logging.INFO,
     "supervisor.child_exit": logging.ERROR,
+    "supervisor.start_failed": logging.ERROR,
     "supervisor.restart": logging.WARNING,
     "supervisor.child_overdue": logging.WARNING,
     "supervisor.gave_up": logging.ERROR,

@@ -61,10 +61,10 @@ class StartFailed(ActorError):
 class RestartLimit(ActorError):
     """A supervisor's children needed more restarts than it allows; the `__cause__` is the last failure."""
 
-    def __init__(self, name: str, child_id: str, max_restarts: int, max_seconds: float) -> None:
+    def __init__(self, name: str, child_id: str, max_restarts: int, max_seconds: float, reason: object) -> None:
         super().__init__(
             f"supervisor {name!r} gave up on child {child_id!r}: "
-            f"more than {max_restarts} restarts within {max_seconds} s"
+            f"more than {max_restarts} restarts within {max_seconds} s, the last after: {reason}"
         )
         self.child_id = child_id
 

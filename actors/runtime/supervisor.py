@@ -185,7 +185,8 @@ class Supervisor:
             try:
                 await self._start([other for other in affected if other.restart != "temporary"], nursery)
             except StartFailed as error:
-                reason = error
+                reason = error.__cause__ if isinstance(error.__cause__, Exception) else error
+                self._emit("supervisor.start_failed", spec, child_id=error.child_id, reason=reason)
             else:
                 return
 
@@ -210,7 +211,7 @@ class Supervisor:
         if is_too_often and most.pause_s is None:
             self._emit("supervisor.gave_up", spec, reason=reason)
             cause = reason if isinstance(reason, BaseException) else None
-            raise RestartLimit(self.name, spec.id, most.max_restarts, most.max_seconds) from cause
+            raise RestartLimit(self.name, spec.id, most.max_restarts, most.max_seconds, reason) from cause
         self._emit("supervisor.restart", spec, {"restarts": len(self._restarts)})
         return most.pause_s if is_too_often and most.pause_s is not None else 0.0
 

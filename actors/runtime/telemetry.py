@@ -17,6 +17,7 @@ Events of the runtime (measurements | metadata):
     actor.terminate_overdue   shutdown_s | name          terminate was cut off
     supervisor.child_start    | name, child_id
     supervisor.child_exit     | name, child_id, reason   a child ended without a request to end
+    supervisor.start_failed   | name, child_id, reason   a child did not start again
     supervisor.restart        restarts | name, child_id  restarts within max_seconds, this one included
     supervisor.child_overdue  shutdown_s | name, child_id   a cancelled child has not ended yet
     supervisor.gave_up        | name, child_id, reason   restart intensity exceeded

@@ -233,6 +233,8 @@ def _for_template(fields: ChatFields, reader: Fields, names: dict[str, str]) -> 
         params["continue_final_message"] = True
     if fields.add_generation_prompt not in (None, not goes_on):
         rule = "excludes continue_final_message: set one of them"
+        if not goes_on:
+            rule = "false is only for continue_final_message: otherwise the answer is a turn of its own"
         raise InvalidRequest("add_generation_prompt", rule)
     if fields.include_reasoning is not False and fields.separate_reasoning is not False:
         params["reasoning"] = True

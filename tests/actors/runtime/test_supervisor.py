@@ -288,18 +288,29 @@ async def test_a_task_that_ends_without_starting_has_not_started() -> None:
 
 @pytest.mark.trio
 @pytest.mark.parametrize(("failures", "survives"), [(2, True), (3, False)])
-async def test_a_restart_that_fails_is_tried_again_and_counts(failures: int, survives: bool) -> None:
-    journal = Journal()
+async def test_a_restart_that_fails_is_tried_again_and_counts_and_its_error_is_told(
+    failures: int, survives: bool
+) -> None:
+    journal, telemetry = Journal(), Telemetry()
+    faults: list[tuple[object, str]] = []
+    telemetry.attach(
+        lambda event, _, labels: (
+            faults.append((labels["child_id"], str(labels["reason"]))) if event == "supervisor.start_failed" else None
+        )
+    )
     supervisor = Supervisor(
-        [journal.actor("a"), journal.actor("b")], strategy="one_for_all", intensity=Intensity(max_restarts=3)
+        [journal.actor("a"), journal.actor("b")],
+        strategy="one_for_all",
+        intensity=Intensity(max_restarts=3),
+        telemetry=telemetry,
     )
     outcome: list[str] = []
 
     async def supervise() -> None:
         try:
             await supervisor.run()
-        except RestartLimit:
-            outcome.append("gave up")
+        except RestartLimit as error:
+            outcome.append(str(error))
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(supervise)
@@ -309,7 +320,9 @@ async def test_a_restart_that_fails_is_tried_again_and_counts(failures: int, sur
         await stop_by_crash(supervisor, "b")
         retries = " +a -a" * failures
         assert journal.take() == "-b -a" + (retries + " +a +b" if survives else retries)
-        assert outcome == ([] if survives else ["gave up"])
+        gave_up = "supervisor 'supervisor' gave up on child 'b': more than 3 restarts within 5.0 s, the last after: "
+        assert faults == [("b", "cannot start")] * failures
+        assert outcome == ([] if survives else [gave_up + "cannot start"])
         nursery.cancel_scope.cancel()
 
 

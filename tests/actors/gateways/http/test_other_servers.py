@@ -65,6 +65,7 @@ def streamed(client: httpx2.Client, path: str, **body: Any) -> list[dict[str, An
         (CHAT, {"logit_bias": {"999999": 1.0}}, "logit_bias[999999]"),
         (CHAT, {"stop_token_ids": [999999]}, "stop_token_ids[0]"),
         (CHAT, {"add_generation_prompt": True, "continue_final_message": True}, "add_generation_prompt"),
+        (CHAT, {"add_generation_prompt": False}, "add_generation_prompt"),
         (CHAT, {"messages": PREFILL, "add_generation_prompt": False, "continue_final_message": True}, None),
         (CHAT, {"skip_special_tokens": True, "spaces_between_special_tokens": True}, None),
         (CHAT, {"messages": []}, "messages"),
