@@ -17,9 +17,9 @@ import triton.language as tl
 from genbatch.nif.kernels.attend_keys import LARGE_SHARED_MEMORY
 from genbatch.nif.kernels.packed_weight import GROUP, NIBBLE_OFFSETS, PackedWeight, scale_and_zero, scaled_nibbles
 
-MOST_ROWS = 256
+MAX_ROWS = 256
 """With more, unpacked weights and the library's product were faster on an H100."""
-_MOST_SPLITS = 8
+_MAX_SPLITS = 8
 _JOINED_COLUMNS = 1024  # of a program
 
 
@@ -140,7 +140,7 @@ def num_splits(num_programs: int, tile: PackedTile, num_processors: int) -> int:
     """Return the number of parts of the inputs that keeps all multiprocessors busy with so many programs a part."""
     at_a_time = num_processors * (2 if tile.num_warps == 4 else 1)
     splits = 1
-    while splits < _MOST_SPLITS and 2 * splits * num_programs <= at_a_time:
+    while splits < _MAX_SPLITS and 2 * splits * num_programs <= at_a_time:
         splits *= 2
     return splits
 

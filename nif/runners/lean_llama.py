@@ -24,7 +24,7 @@ from genbatch.nif.errors import OptionError
 from genbatch.nif.kernels.elementwise import add_rms_norm, rope_and_write, silu_mul
 from genbatch.nif.kernels.linear import HeadShape, Residual, Rotation, TileLinear, linear_tiles
 from genbatch.nif.kernels.lora import NormedRows
-from genbatch.nif.kernels.packed_linear import MOST_ROWS, packed_linear
+from genbatch.nif.kernels.packed_linear import MAX_ROWS, packed_linear
 from genbatch.nif.kernels.packed_weight import GROUP, PackedWeight, from_groups, pack, unpacked
 from genbatch.nif.kernels.paged_attention import AttentionSetting, SharePlan, paged_attention, plan_shares
 from genbatch.nif.kernels.sample import next_tokens
@@ -242,7 +242,7 @@ class LeanLlama:
         self, lora: LoraRows | None, layer: int, place: int, x: torch.Tensor, weight: PackedWeight
     ) -> torch.Tensor:
         """Compute a product of many rows, adapters included."""
-        if weight.bits and len(x) <= MOST_ROWS and x.element_size() == 2:
+        if weight.bits and len(x) <= MAX_ROWS and x.element_size() == 2:
             out = packed_linear(x, weight, self._setting.num_processors, self._setting.shared_memory)
         else:
             out = linear(x, unpacked(weight, x.dtype), weight.bias)

@@ -100,7 +100,7 @@ def test_some_tens_of_rows_are_multiplied_with_packed_weights_and_more_with_unpa
 
     monkeypatch.setattr(lean_llama, "packed_linear", noted)
     for most_rows in (256, 5):
-        monkeypatch.setattr(lean_llama, "MOST_ROWS", most_rows)
+        monkeypatch.setattr(lean_llama, "MAX_ROWS", most_rows)
         runner = TritonRunner(model, precision=Precision(kind))
         context = Context(model, runner, n_ctx=16, n_parallel=1, block_size=16)
         logits[most_rows] = context.prefill(prompt, 0, 0)
