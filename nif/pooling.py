@@ -1,11 +1,11 @@
 """Pooling: turns the hidden states of a text's tokens into one embedding, by the rule in the model's files.
 
-    pooling = directory_pooling("all-minilm", directory, hidden_size=384)      # None: the files name no pooling
+    pooling = directory_pooling("all-minilm", directory, config)      # None: the files name no pooling
     vector = pooling.finish(states.mean(0))
 
 sentence-transformers writes modules.json, which names the pooling, the modules after it, and the files of their
-settings. GGUF has the key `<architecture>.pooling_type`. The rule is never guessed: the vectors of last token, mean and
-first token look alike, but have different meanings.
+settings. GGUF has the key `<architecture>.pooling_type`. The rule is never guessed, because the vectors of the last
+token, the mean and the first token look alike, but have different meanings.
 """
 
 from collections.abc import Mapping
@@ -18,11 +18,12 @@ import numpy.typing as npt
 
 from genbatch.nif.errors import ModelError
 from genbatch.nif.json_files import read_json, read_object
-from genbatch.nif.scoring import Scoring
+from genbatch.nif.scoring import Scoring, module_settings
 
 LAST, MEAN, CLS, RANK = "last", "mean", "cls", "rank"
 KINDS = (LAST, MEAN, CLS)
-"""The last token's state, the mean of all, the first token's. Beside these RANK: the last token's logits."""
+"""A text's embedding is the last token's state, the mean of all states, or the first token's state. RANK, which makes
+scores, takes the last token's logits."""
 
 _OF_SENTENCE_TRANSFORMERS = {"lasttoken": LAST, "mean": MEAN, "cls": CLS}
 _OLD_KEYS = {
@@ -97,7 +98,7 @@ class Pooling:
         vector = pooled[:dimensions]
         if not self.normalize:
             return vector
-        # As torch's `normalize`: a vector of zeros stays one.
+        # A vector of zeros stays zeros, as in torch's `normalize`.
         return vector / np.float32(max(float(np.linalg.norm(vector)), 1e-12))
 
 
@@ -120,7 +121,7 @@ def directory_pooling(model: str, directory: Path, config: Any) -> Pooling | Non
         raise ModelError(model, f"its embeddings are pooled by {' and '.join(modes)}; served are {known}")
     prefix = _default_prompt(model, directory)
     if prefix and settings.get("include_prompt") is False:
-        raise ModelError(model, "its pooling leaves its own prompt out (include_prompt), which is not served")
+        raise ModelError(model, "its pooling leaves out the tokens of its prompt (include_prompt), which is not served")
     limits = read_object(model, directory / "sentence_bert_config.json", optional=True)
     longest = limits.get("max_seq_length")
     return replace(
@@ -168,20 +169,17 @@ def _pooling_settings(model: str, directory: Path) -> tuple[dict[str, Any] | Non
         return settings or None, False
     modules = read_json(model, path)
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
-        raise ModelError(model, "modules.json is no list of modules")
+        raise ModelError(model, "modules.json is not a list of modules")
     kinds = [str(module.get("type")).rpartition(".")[2] for module in modules]
     if "Pooling" not in kinds:
         return None, False
     for kind in kinds:
         if kind not in (*_SILENT_MODULES, "Pooling", "Normalize"):
             raise ModelError(model, f"its embeddings go through a module {kind}, which is not served")
-    folder = str(modules[kinds.index("Pooling")].get("path", ""))
-    place = (directory / folder / "config.json").resolve()
-    if not place.is_relative_to(directory.resolve()):
-        raise ModelError(model, f"modules.json names the folder {folder!r}, which is outside the model's")
-    settings = read_object(model, place, optional=True)
+    module = modules[kinds.index("Pooling")]
+    settings = module_settings(model, directory, module)
     if not settings:
-        raise ModelError(model, f"modules.json names a pooling, and {folder}/config.json is not there")
+        raise ModelError(model, f"modules.json names a pooling, but {module.get('path', '')}/config.json is missing")
     return settings, "Normalize" in kinds
 
 
@@ -189,7 +187,7 @@ def _modes(settings: Mapping[str, Any]) -> list[str]:
     if "pooling_mode" in settings:
         named = settings["pooling_mode"]
         return [str(mode) for mode in named] if isinstance(named, list) else [str(named)]
-    # As in sentence-transformers: the default is the mean.
+    # The mean is the default, as in sentence-transformers.
     return [mode for key, mode in _OLD_KEYS.items() if settings.get(key) is True] or ["mean"]
 
 

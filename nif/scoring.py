@@ -1,12 +1,12 @@
-"""Scoring: how a reranker or a classifier makes numbers of a text, or of a query and a document.
+"""Scoring: makes the scores of a text, or of a query and a document, from the states or logits of a model.
 
     scoring = classifier_scoring("bge", directory, config)      # *ForSequenceClassification
     scoring = token_scoring("reranker", directory, tokenizer)   # LogitScore of sentence-transformers, or pooling "rank"
     scores = scoring.finish(pooled, activates=True)
 
-A classifier's numbers are those of its head, one a label. A causal model that answers yes or no has one: the difference
-of two tokens' logits behind the prompt. sentence-transformers' files name tokens and activation; without these the
-activation is the one that its CrossEncoder and transformers' pipelines take.
+A classifier's head gives a score for each label. A causal model that answers yes or no has one score: the difference of
+two tokens' logits after the prompt. The files of sentence-transformers name the tokens and the activation. Without
+these files, the activation is the default of its CrossEncoder and of transformers' pipelines.
 """
 
 from collections.abc import Mapping
@@ -37,13 +37,13 @@ _ACTIVATIONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scoring:
-    """How scores are made of a pooled state or of logits.
+    """The rule that makes scores from a pooled state or from logits.
 
     Args:
-        labels: the names of the numbers.
+        labels: the names of the scores.
         activation: SIGMOID, SOFTMAX or IDENTITY.
-        weight, bias: of the head, [labels, hidden] and [labels]; None where the model's runner applies it.
-        tokens: the tokens with compared logits: yes, and no if the model has one. None: a head is read.
+        weight, bias: of the head, [labels, hidden] and [labels]; None if the model's runner applies the head.
+        tokens: the tokens to compare by their logits: yes, and no if the model has a token for it; None for a head.
         instruction: the text in front of every pair, from the model's files; "" for none.
     """
 
@@ -72,7 +72,7 @@ class Scoring:
             return scores
         probabilities: npt.NDArray[np.float32]
         if self.activation == SIGMOID:
-            with np.errstate(over="ignore"):  # of exp, far below 0, where the result is 0
+            with np.errstate(over="ignore"):  # exp overflows for a score far below 0; the result is 0, as it must be
                 probabilities = np.float32(1) / (np.float32(1) + np.exp(-scores))
             return probabilities
         weights = np.exp(scores - scores.max())
@@ -90,7 +90,7 @@ def classifier_scoring(model: str, directory: Path, config: Any) -> Scoring:
     """Return the scoring of a `*ForSequenceClassification`; its runner applies the head.
 
     Raises:
-        ModelError: its files want an activation that is not served.
+        ModelError: the model's files name an activation that is not served, or a prompt.
     """
     labels = tuple(str(config.id2label.get(number, number)) for number in range(config.num_labels))
     settings = read_object(model, directory / "config_sentence_transformers.json", optional=True)
@@ -121,15 +121,15 @@ _HEAD = "cls.output"
 
 
 def gguf_scoring(file: Any) -> Scoring | None:
-    """Return how a decoder's GGUF file scores by the rows of its head; None where it has none and scores by tokens.
+    """Return the scoring by the head in a decoder's GGUF file; None if the file has no head and tokens give the scores.
 
-    A head of the labels yes and no gives the probability of yes, as llama.cpp does.
+    A head with the labels yes and no gives the probability of yes, as in llama.cpp.
 
     Args:
         file: the GgufFile.
 
     Raises:
-        ModelError: the head gives other numbers.
+        ModelError: the head has other labels.
     """
     if f"{_HEAD}.weight" not in file.names():
         return None
@@ -139,7 +139,7 @@ def gguf_scoring(file: Any) -> Scoring | None:
     if len(weight) == 2 and labels == ["yes", "no"]:
         weight, bias = weight[:1] - weight[1:], None if bias is None else bias[:1] - bias[1:]
     if len(weight) != 1:
-        raise file.fault(f"its head {_HEAD}.weight gives {labels or len(weight)}; read are one number, or yes and no")
+        raise file.fault(f"its head {_HEAD}.weight gives {labels or len(weight)}; served are one number, or yes and no")
     return Scoring(labels=("relevance",), activation=SIGMOID, weight=weight, bias=bias)
 
 
@@ -149,13 +149,13 @@ def scores_by_tokens(model: str, directory: Path) -> bool:
 
 
 def token_scoring(model: str, directory: Path | None, config: Any, tokenizer: "Tokenizer") -> Scoring:
-    """Return how a causal model scores by the tokens that its files name; "yes" and "no" where they name none.
+    """Return a causal model's scoring by the tokens that its files name, or by the tokens "yes" and "no".
 
     Args:
-        directory: of sentence-transformers' files; None: there are none.
+        directory: the folder of sentence-transformers' files; None if there are none.
 
     Raises:
-        ModelError: the tokens are not there.
+        ModelError: the model's vocabulary lacks a token, or the files name an activation that is not served.
     """
     named = None if directory is None else _logit_score(model, directory)
     if named is None:
@@ -164,7 +164,7 @@ def token_scoring(model: str, directory: Path | None, config: Any, tokenizer: "T
         ids = [named[key] for key in ("true_token_id", "false_token_id") if named.get(key) is not None]
     tokens = tuple(token for token in ids if isinstance(token, int) and 0 <= token < config.vocab_size)
     if not tokens or len(tokens) != len(ids):
-        raise ModelError(model, f"it scores by the logits of the tokens {ids}, which are no tokens of its")
+        raise ModelError(model, f"its scores compare the logits of the tokens {ids}, which its vocabulary lacks")
     settings = (
         {} if directory is None else read_object(model, directory / "config_sentence_transformers.json", optional=True)
     )
@@ -173,20 +173,30 @@ def token_scoring(model: str, directory: Path | None, config: Any, tokenizer: "T
 
 
 def _logit_score(model: str, directory: Path) -> dict[str, Any] | None:
-    """Return the settings of the module LogitScore; None where modules.json has none."""
+    """Return the settings of the module LogitScore; None if modules.json has no such module."""
     path = directory / "modules.json"
     modules = read_json(model, path) if path.is_file() else None
     for module in modules if isinstance(modules, list) else ():
         if isinstance(module, dict) and str(module.get("type")).endswith(".LogitScore"):
-            place = (directory / str(module.get("path", "")) / "config.json").resolve()
-            if not place.is_relative_to(directory.resolve()):
-                raise ModelError(model, f"modules.json names the folder {module.get('path')!r}, outside the model's")
-            return read_object(model, place, optional=True)
+            return module_settings(model, directory, module)
     return None
 
 
+def module_settings(model: str, directory: Path, module: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of a module in sentence-transformers' modules.json; {} if its file is missing.
+
+    Raises:
+        ModelError: the module's folder is outside the model's folder, or the file cannot be read.
+    """
+    folder = str(module.get("path", ""))
+    place = (directory / folder / "config.json").resolve()
+    if not place.is_relative_to(directory.resolve()):
+        raise ModelError(model, f"modules.json names the folder {folder!r}, which is outside the model's folder")
+    return read_object(model, place, optional=True)
+
+
 def _named_activation(model: str, settings: Mapping[str, Any], config: Any) -> str | None:
-    """Return the activation that the files name; None where they name none."""
+    """Return the activation that the model's files name; None if they do not name an activation."""
     inside = getattr(config, "sentence_transformers", None)
     named = settings.get("activation_fn")
     named = named or (inside.get("activation_fn") if isinstance(inside, dict) else None)
@@ -194,7 +204,7 @@ def _named_activation(model: str, settings: Mapping[str, Any], config: Any) -> s
     if named is None:
         return None
     if named not in _ACTIVATIONS:
-        raise ModelError(model, f"its scores go through {str(named)[:80]}; served are Sigmoid, Softmax and Identity")
+        raise ModelError(model, f"its activation is {str(named)[:80]}; served are Sigmoid, Softmax and Identity")
     return _ACTIVATIONS[named]
 
 

@@ -78,8 +78,8 @@ def test_files_that_speak_of_no_embeddings_name_none(tmp_path: Path) -> None:
         ({"1_Pooling__config": {"pooling_mode": ["cls", "mean"]}}, "cls and mean"),
         ({"1_Pooling__config": "{"}, "config.json cannot be read"),
         ({"1_Pooling__config": []}, "not a JSON object"),
-        ({"modules": {}}, "no list"),
-        ({"modules": [POOLING]}, "is not there"),
+        ({"modules": {}}, "not a list"),
+        ({"modules": [POOLING]}, "is missing"),
         ({"modules": [POOLING | {"path": "../.."}]}, "outside"),
         ({"modules": [*PLAIN, POOLING, {"type": "x.Dense", "path": "2"}]}, "Dense"),
         (
@@ -232,7 +232,7 @@ def test_a_gguf_head_of_other_labels_is_refused(tmp_path: Path) -> None:
     file = make_file("F32")
     file.numbers |= {"pooling_type": 4, "classifier.output_labels": ["good", "bad"]}
     file.tensors["cls.output.weight"] = ("F32", np.ones((2, file.hf.config.hidden_size), np.float32))
-    with pytest.raises(ModelError, match=r"gives \['good', 'bad'\]; read are one number, or yes and no"):
+    with pytest.raises(ModelError, match=r"gives \['good', 'bad'\]; served are one number, or yes and no"):
         load_engine(EngineOptions(model_path=str(file.write(tmp_path / "m.gguf")), n_gpu_layers=0))
 
 
