@@ -29,8 +29,8 @@ from genbatch.actors.gateways.http.bodies import (
     to_json,
 )
 from genbatch.actors.gateways.http.generating import Generating, HTTPAnswer, NewFields
-from genbatch.actors.gateways.http.openai_answer import HEARTBEAT, LOWEST, token_logprob
-from genbatch.actors.gateways.http.openai_request import read_chat, read_prompts
+from genbatch.actors.gateways.http.openai_answer import HEARTBEAT, named_token, token_logprob
+from genbatch.actors.gateways.http.openai_request import read_chat, read_prompts, read_token_id
 from genbatch.actors.gateways.http.service_calls import HTTPCaller, HTTPCalls, TokenTexts
 from genbatch.proto.errors import GenbatchError, InvalidRequest, Unavailable
 from genbatch.proto.messages import Result, Token, TokenLogprob, Usage
@@ -42,6 +42,8 @@ _NAMES = llama_names("") | {
     "response_format.schema": "json_schema",
     "response_format": "json_schema",
 }
+# The bias of a token that never comes: the lowest that a request may have.
+NEVER = -100.0
 # The separator before the text of another file.
 _SNIPPET = "\n\n--- snippet ---\n\n"
 
@@ -54,6 +56,7 @@ class _LlamaFields(LlamaSampling, frozen=True, kw_only=True, forbid_unknown_fiel
             values cached; one token is generated and not shown.
         json_schema: a JSON Schema that the text validates against.
         n_probs: how many of the likeliest tokens to show with each one; 0 shows none.
+        logit_bias: pairs of a token id and its bias, or an object of these; false is a token that never comes.
         response_fields: the fields of the answer to send, as "content" and "timings/prompt_n"; none sends all.
         deadline_s: ours: seconds after which the answer ends with what it has.
     """
@@ -64,6 +67,7 @@ class _LlamaFields(LlamaSampling, frozen=True, kw_only=True, forbid_unknown_fiel
     ignore_eos: bool | None = None
     json_schema: dict[str, Any] | None = None
     n_probs: int | None = None
+    logit_bias: dict[str, float | bool] | list[tuple[int | str, float | bool]] | None = None
     response_fields: list[str] | None = None
     grammar: str | None = None
     regex: str | None = None
@@ -127,6 +131,8 @@ def _request(
         del params["stop"]
     if fields.json_schema:
         params["response_format"] = {"type": "json_schema", "schema": fields.json_schema}
+    if fields.logit_bias:
+        params["logit_bias"] = _logit_bias(fields.logit_bias)
     num_top = fields.n_probs or None
     if num_top is not None:
         params["logprobs"] = num_top
@@ -143,6 +149,15 @@ def _request(
             "shows_text": fields.n_predict != 0,
         },
     )
+
+
+def _logit_bias(bias: dict[str, float | bool] | list[tuple[int | str, float | bool]]) -> dict[int, float]:
+    values: dict[int, float] = {}
+    for token, value in bias.items() if isinstance(bias, dict) else bias:
+        if value is True:
+            raise InvalidRequest("logit_bias", "a bias is a number or false")
+        values[read_token_id(str(token))] = NEVER if value is False else value
+    return values
 
 
 class LlamaCppAnswer:
@@ -226,8 +241,7 @@ class LlamaCppAnswer:
         return {"completion_probabilities": shown}
 
     def _named(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text = self._texts[token_id]
-        return {"id": token_id, "token": text, "bytes": list(text.encode()), "logprob": max(logprob, LOWEST)}
+        return {"id": token_id, **named_token(self._texts[token_id], logprob)}
 
     def _end(self, index: int, result: Result) -> dict[str, Any]:
         """Return the counts of an answer, and the reason for its end."""

@@ -20,8 +20,8 @@ def chat_logprobs(logprobs: Iterable[TokenLogprob], texts: TokenTexts) -> dict[s
     """Return a list with each token, its log-prob and the likeliest tokens in its place."""
     content = []
     for entry in logprobs:
-        top = [_named(texts[token_id], logprob) for token_id, logprob in entry.top.items()]
-        content.append(_named(texts[entry.token_id], entry.logprob) | {"top_logprobs": top})
+        top = [named_token(texts[token_id], logprob) for token_id, logprob in entry.top.items()]
+        content.append(named_token(texts[entry.token_id], entry.logprob) | {"top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
@@ -31,7 +31,8 @@ def token_logprob(token: Token) -> TokenLogprob:
     return TokenLogprob(token_id=token.token_id, logprob=token.logprob, top=token.top)
 
 
-def _named(text: str, logprob: float) -> dict[str, Any]:
+def named_token(text: str, logprob: float) -> dict[str, Any]:
+    """Return a token and its log-prob as chats show them."""
     # A part of a character has bytes, but its text does not tell which.
     shown = None if _INCOMPLETE in text else list(text.encode())
     return {"token": text, "logprob": max(logprob, LOWEST), "bytes": shown}

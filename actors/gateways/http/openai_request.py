@@ -395,7 +395,7 @@ def _shared(fields: GenerationFields) -> dict[str, Any]:
         params["keep_stop"] = True
     params |= _shape(fields)
     if fields.logit_bias:
-        params["logit_bias"] = {_token_id(name): bias for name, bias in fields.logit_bias.items()}
+        params["logit_bias"] = {read_token_id(name): bias for name, bias in fields.logit_bias.items()}
     return params
 
 
@@ -433,7 +433,8 @@ def _quoted(text: str) -> str:
     return "".join(f"\\{character}" if character in _SPECIAL else character for character in text)
 
 
-def _token_id(name: str) -> int:
+def read_token_id(name: str) -> int:
+    """Return the token id in a key of `logit_bias`."""
     if not (name.isascii() and name.isdecimal() and len(name) <= len(str(2**63))):
         raise InvalidRequest("logit_bias", f"{name[:32]!r} is no token id")
     return int(name)

@@ -181,7 +181,13 @@ def test_llama_cpps_completion_shows_probabilities_timings_and_chosen_fields(cli
     for entry in shown:
         assert len(entry["top_logprobs"]) == 3 and entry["logprob"] <= 0
         assert entry["top_logprobs"][0]["logprob"] >= entry["logprob"]
-        assert bytes(entry["bytes"]).decode() == entry["token"]
+        is_part = "\ufffd" in entry["token"]  # of a character: the text does not tell the bytes
+        assert entry["bytes"] == (None if is_part else list(entry["token"].encode()))
+    part = next(i for i in range(512) if "\ufffd" in asked(client, "/detokenize", tokens=[i])["content"])
+    [entry] = asked(client, "/completion", **body | {"n_predict": 1, "logit_bias": [[part, 100]]})[
+        "completion_probabilities"
+    ]
+    assert entry["id"] == part and entry["bytes"] is None
     *pieces, last = streamed(client, "/completion", **body)
     assert [entry for piece in pieces for entry in piece["completion_probabilities"]] == shown
     assert last["timings"]["predicted_n"] == 5 and last["timings"]["predicted_per_second"] > 0
@@ -189,6 +195,18 @@ def test_llama_cpps_completion_shows_probabilities_timings_and_chosen_fields(cli
     names = ["content", "timings/predicted_n", "nothing"]
     chosen = asked(client, "/completion", prompt="Once upon", n_predict=5, response_fields=names)
     assert chosen == {"content": whole["content"], "timings/predicted_n": 5}
+
+
+def test_llama_cpps_logit_bias_is_pairs_or_an_object_and_false_is_never(client: httpx2.Client) -> None:
+    body: dict[str, Any] = {"prompt": "Once upon", "n_predict": 3}
+    first = asked(client, "/completion", **body)["tokens"][0]
+    for bias in ([[7, 100]], [["7", 100]], {"7": 100}):
+        assert asked(client, "/completion", **body, logit_bias=bias)["tokens"] == [7, 7, 7]
+    for bias in ([[first, False]], {str(first): False}):
+        assert first not in asked(client, "/completion", **body, logit_bias=bias)["tokens"]
+    for wrong in ([["Hello", 1]], [[7, True]], [[7]], {"x": 1}, 5, [[7, 101]]):
+        refused = client.post("/completion", json={**body, "logit_bias": wrong})
+        assert refused.status_code == 400 and refused.json()["error"]["param"].startswith("logit_bias"), refused.text
 
 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
