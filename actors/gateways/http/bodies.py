@@ -405,6 +405,8 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "kv_transfer_params": ({},),
     "vllm_xargs": ({},),
     "cache_salt": ("",),
+    "chat_template": (),
+    "structural_tag": (),
     "ebnf": (),
     "lora_path": (),
     "session_params": ({},),

@@ -98,6 +98,8 @@ class GenerationFields(SamplingFields, frozen=True, kw_only=True, forbid_unknown
     guided_choice: list[str] | None = None
     # llama.cpp's
     json_schema: dict[str, Any] | None = None
+    # Mistral's
+    random_seed: int | None = None
     # Ours
     deadline_s: float | None = None
     grammar: str | None = None
@@ -145,7 +147,6 @@ class FimFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fiel
 
     prompt: str
     suffix: str | None = None
-    random_seed: int | None = None
 
 
 # OpenAI's documented default.
@@ -338,13 +339,7 @@ def read_completion(body: dict[str, Any], reader: Fields | None = None) -> HTTPR
 def read_fim(body: dict[str, Any], reader: Fields | None = None) -> HTTPRequest:
     """Return the request in a body for /v1/fim/completions; raises as `read_chat`. Its answer is a chat's."""
     fields = (reader or Fields()).read(body, FimFields)
-    params = _shared(fields) | {"prompt": fields.prompt}
-    if fields.random_seed is not None:
-        if fields.seed not in (None, fields.random_seed):
-            raise InvalidRequest("random_seed", "is another name of seed, which has another value")
-        params["seed"] = fields.random_seed
-    names = {"seed": "random_seed"} if fields.seed is None else {}
-    return _request(fields, [params], names, suffix=fields.suffix or "")
+    return _request(fields, [_shared(fields) | {"prompt": fields.prompt}], {}, suffix=fields.suffix or "")
 
 
 def _request(fields: GenerationFields, params: list[dict[str, Any]], names: dict[str, str], **more: Any) -> HTTPRequest:
@@ -356,6 +351,8 @@ def _request(fields: GenerationFields, params: list[dict[str, Any]], names: dict
     is_object = fields.response_format is not None and fields.response_format.type == "json_object"
     inner = "schema" if is_object else "json_schema.schema"
     names = names | {"response_format.schema": f"response_format.{inner}"}
+    if fields.seed is None:
+        names |= {"seed": "random_seed"}
     if fields.json_schema is not None:
         names |= {"response_format.schema": "json_schema", "response_format": "json_schema"}
     return HTTPRequest(
@@ -377,6 +374,10 @@ def _shared(fields: GenerationFields) -> dict[str, Any]:
     params = set_fields(fields, _SAME_NAME)
     if fields.top_k == -1:  # vLLM's way to say "off"
         params["top_k"] = 0
+    if fields.random_seed is not None:
+        if fields.seed not in (None, fields.random_seed):
+            raise InvalidRequest("random_seed", "is another name of seed, which has another value")
+        params["seed"] = fields.random_seed
     if fields.seed is not None:
         # OpenAI's seeds are signed; a negative seed maps to the upper half of ours.
         params["seed"] = fields.seed % 2**64 if -(2**63) <= fields.seed < 0 else fields.seed

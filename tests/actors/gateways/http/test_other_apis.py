@@ -179,3 +179,13 @@ def test_mistrals_fim_answers_in_the_shapes_of_a_chat(client: httpx2.Client) -> 
     assert answer["choices"][0]["message"]["content"] == expected["choices"][0]["text"]
     refused = client.post("/v1/fim/completions", json={**body, "suffix": "):"})
     assert refused.status_code == 400 and "suffix" in refused.text
+
+
+def test_mistrals_chats_have_their_name_of_the_seed(client: httpx2.Client) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "temperature": 1.0}
+
+    def text(**seed: int) -> str:
+        answer: str = client.post("/v1/chat/completions", json=body | seed).json()["choices"][0]["message"]["content"]
+        return answer
+
+    assert text(random_seed=3) == text(seed=3) != text(random_seed=4)
