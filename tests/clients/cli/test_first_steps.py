@@ -71,7 +71,7 @@ MISTAKES = {
     ("serve", "--n-gpu-layers", "7"): "Take -1 for all of them on the GPU, or 0 for none",
     ("serve", "--scheduler", "nosuch"): '"module:Class"',
     ("serve", "--chat-template", "./nosuch"): "there is no file ./nosuch",
-    ("serve", "--draft", "./nosuch"): "draft: cannot load model './nosuch': no such file or directory",
+    ("serve", "--draft", "./nosuch"): "draft: cannot load model './nosuch': there is no such file or directory",
     ("generate", "x", "--draft", "smolm2"): "did you mean smollm2?",
     ("serve", "--record", "/no/such/folder/x"): "/no/such/folder",
     ("serve", "--engine", "thread", "--bind", "nowhere"): "must start with ipc:// or tcp://",
