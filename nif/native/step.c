@@ -191,12 +191,13 @@ static void find_adapters(engine *e)
     lora_sort(&work->lora, s->adapter_of, s->rows, s->num_rows, &work->lora_kept);
 }
 
-/* Returns whether the step's `rows` are all tokens in order. */
+/* Returns whether the step's `rows` are all tokens in order, each once. */
 static bool keeps_all(const step *s)
 {
+    if (s->num_rows != s->num_tokens) return false;
     int64_t i = 0;
     while (i < s->num_rows && s->rows[i] == i) i++;
-    return i == s->num_tokens;
+    return i == s->num_rows;
 }
 
 /* Finds the families of each layer group. Their size is limited so that every thread gets units of attention. */
