@@ -216,7 +216,7 @@ def attend_keys(
     else:
         odd_query = query
         output = tl.zeros([ROWS, HEAD_PAD], tl.float32)
-        odd_output = tl.zeros([1, 1], tl.float32)  # is not used
+        odd_output = tl.zeros([1, 1], tl.float32)  # not used
     PACK: tl.constexpr = 2 if IN_WORDS else 1
     if HAS_WHOLE:
         # All rows of a long prompt's chunk see most keys, which therefore need no comparison of positions.
@@ -241,9 +241,10 @@ def attend_keys(
 
 @triton.jit
 def _halves_of(query, scale, ROWS: tl.constexpr, HEAD_PAD: tl.constexpr):
-    """The even and the odd dimensions of the queries in float16, and each row's scale [ROWS, 1].
+    """Return the even and the odd dimensions of the queries in float16, and each row's scale [ROWS, 1].
 
-    FP8 becomes float16 in one instruction, and exactly. A row is divided by a power of two, so that it fits float16.
+    Numbers of FP8 become float16 in one instruction, and exactly. Each query is divided by a power of two, so that it
+    fits float16.
     """
     wide = query.to(tl.float32)
     largest = tl.max(tl.abs(wide), 1)
@@ -255,7 +256,7 @@ def _halves_of(query, scale, ROWS: tl.constexpr, HEAD_PAD: tl.constexpr):
 
 
 _IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # the interpreter has no inline assembly
-# Of two words: a byte of each, side by side, becomes two numbers.
+# For two words: puts the low bytes side by side and converts both, then the high bytes.
 _FP8_TO_FP16 = tl.constexpr("""{
     .reg .b32 pair;
     .reg .b16 bytes, unused;
@@ -270,7 +271,7 @@ _FP8_TO_FP16 = tl.constexpr("""{
 
 @triton.jit
 def _numbers_of(words):
-    """The numbers of FP8 in the low and in the high bytes of words, in float16."""
+    """Return in float16 the numbers of FP8 in the low bytes of words, and those in the high bytes."""
     if _IS_INTERPRETED:
         low = words.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
         high = (words >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
@@ -312,7 +313,7 @@ def _attend_tile(
     BLOCK_SIZE: tl.constexpr,
     HEAD: tl.constexpr,
     HEAD_PAD: tl.constexpr,
-    IN_WORDS: tl.constexpr,  # of two numbers, which block_stride, HEAD and HEAD_PAD then count
+    IN_WORDS: tl.constexpr,  # whether keys are words of two numbers; block_stride, HEAD and HEAD_PAD then count words
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     IS_EDGE: tl.constexpr,  # else every row sees every key of the tile

@@ -226,7 +226,8 @@ _SPREAD = """{
 }"""
 _SPREAD_BF16 = tl.constexpr(_SPREAD.replace("MAGIC", "0x43004300"))  # twice 128.0
 _SPREAD_FP16 = tl.constexpr(_SPREAD.replace("MAGIC", "0x64006400"))  # twice 1024.0
-# The nibbles less a zero, exactly; then times a scale whose rounding is a second number: one rounding in all.
+# Subtracts the zeros, which is exact. Then multiplies by the scale, which is a sum of two numbers, so that the product
+# is rounded once.
 _SCALED = """{
     .reg .b32 even, odd, n0, n1, n2, n3, one, none;
     prmt.b32 even, $4, 0, 0x4140;
@@ -280,7 +281,10 @@ def _nibbles(packed, OFFSET: tl.constexpr):
 
 @triton.jit
 def scaled_nibbles(packed, scale, zero, high_scale, high_zero, kind: tl.constexpr, OFFSET: tl.constexpr):
-    """The weights of the low and of the high nibbles in `kind`, rounded once; scales and zeros are broadcast."""
+    """Return the weights of the low nibbles and of the high nibbles in `kind`, each rounded once.
+
+    Scales and zeros are broadcast. OFFSET is the number into which a nibble is written, see `_nibbles`; 0 converts.
+    """
     if OFFSET == 0:
         low = (((packed & 0xF).to(tl.int32) - zero).to(tl.float32) * scale).to(kind)
         high = (((packed >> 4).to(tl.int32) - high_zero).to(tl.float32) * high_scale).to(kind)

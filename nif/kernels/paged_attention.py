@@ -486,6 +486,7 @@ def paged_attention(
     setting, device = plan.setting, query.device
     out = torch.empty(query.shape, dtype=query.dtype, device=device)
     size = query.element_size() if query.element_size() > 2 else key_cache.element_size()
+    assert size > 1 or head_size % 2 == 0, "numbers of FP8 are read two at a time"
 
     def shape(tile: Tile) -> dict[str, object]:
         return {
