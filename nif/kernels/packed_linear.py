@@ -1,8 +1,9 @@
 """The product of some tens or hundreds of rows with packed weights, x @ weight.T.
 
-With fewer rows the products of `linear` are faster, which join what comes before and after. With more it pays to unpack
-the weights for the library. Here weights are the left operand: on GPUs of capability 9.0 they go from the registers
-where they are unpacked straight into the matrix instructions. Each is unpacked once for up to 128 rows (ADR 113).
+With fewer rows the products of `linear` are faster, because they also compute what comes before and after. With more
+rows it is faster to unpack the weights for the library. Here the weights are the left operand. On GPUs of capability
+9.0 they are unpacked in registers, and the matrix instructions read them there. A weight is unpacked once for up to 128
+rows (ADR 113).
 """
 # A kernel's arguments are Triton's, not Python's: type checkers see only the launchers.
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
@@ -96,7 +97,7 @@ def _join_splits_kernel(
     N,
     COLUMNS: tl.constexpr,
 ):
-    """One program: COLUMNS outputs of one row, whose parts are added up in their order."""
+    """Add up the parts of each output in their order. One program: COLUMNS outputs of one row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     used = columns < N
@@ -137,7 +138,11 @@ def packed_tile(num_rows: int, bits: int, shared_memory: int) -> PackedTile:
 
 
 def num_splits(num_programs: int, tile: PackedTile, num_processors: int) -> int:
-    """Return the number of parts of the inputs that keeps all multiprocessors busy with so many programs a part."""
+    """Return the number of parts of the inputs with which all multiprocessors are busy.
+
+    Args:
+        num_programs: programs for each part.
+    """
     at_a_time = num_processors * (2 if tile.num_warps == 4 else 1)
     splits = 1
     while splits < _MAX_SPLITS and 2 * splits * num_programs <= at_a_time:

@@ -1,7 +1,7 @@
 /* Attention over keys and values in bfloat16 or float32, with products in float.
  *
  * For each layer and KV head, a block has the keys, transposed, and then the values. In bfloat16:
- *     keys   [key_dim / 2][padded_keys][2]    a load has two dimensions of 16 keys, whose scores are computed together
+ *     keys   [key_dim / 2][padded_keys][2]    a load has two dimensions of 16 keys; their scores are computed together
  *     values [block_size / 2][value_dim][2]   a load has 16 dimensions of two keys
  * In float: keys [key_dim][padded_keys], values [block_size][value_dim]. VDPBF16PS is not used: it multiplies no faster than
  * two FMAs here, and would round the weights of the softmax. A score is a sum over ascending dimensions, and an output is a sum
